@@ -1,0 +1,6 @@
+"""WHO runs it: overlay, messages, records, admission, the strategies. Pure.
+
+No socket, file, process, wall clock or global randomness: a network, a clock and a
+`random.Random` are handed in, and coroutines use plain asyncio, so that `sim/` runs the same code
+on a virtual clock.
+"""

@@ -1,0 +1,91 @@
+"""Every limit and time of the protocols, with its unit in its name and its reason beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    # --- calls
+    datagram_bytes_max: int = 1200  # fits every path's MTU with the seal's 52 bytes
+    message_bytes_max: int = 4 * 2**20  # anything larger is split by its sender
+    call_timeout_s: float = 5.0
+    retry_first_s: float = 0.25  # before a round trip to that peer has been measured
+    retry_min_s: float = 0.05
+    retry_max_s: float = 1.0
+    retry_growth: float = 1.6
+    stream_retry_s: float = 3.0  # a stream delivers or breaks; repeat only for a broken one
+    pending_calls_max: int = 4096
+    serving_max: int = 1024
+    # An answer is kept for repeats for longer than any caller goes on repeating: only then does
+    # "same id, at most one execution" hold.
+    answer_kept_s: float = 40.0
+    answers_kept_max: int = 20_000
+    answers_bytes_max: int = 32 * 2**20
+
+    # --- overlay
+    bucket_size: int = 16
+    lookup_width: int = 3  # calls in flight in one lookup
+    lookup_wanted: int = 3  # owners of a key
+    lookup_timeout_s: float = 1.0  # per peer asked: soft, a slow peer is passed over
+    lookup_calls_max: int = 60
+    refresh_s: float = 60.0
+
+    # --- records
+    record_bytes_max: int = 900
+    records_max: int = 50_000
+    owners_per_key_max: int = 256
+    record_ttl_s: float = 600.0
+    republish_s: float = 200.0  # three chances before a record expires
+
+    # --- members and failure detection
+    members_max: int = 5000
+    probe_s: float = 1.0
+    probe_timeout_s: float = 0.7
+    indirect_probes: int = 3
+    suspicion_s: float = 2.5  # times log10(members) above ten: time for the suspect to object
+    forget_dead_s: float = 24 * 3600.0
+    gossip_per_message: int = 5
+    gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
+    sync_s_min: float = 0.5  # between two full exchanges caused by differing digests
+
+    # --- admission
+    lease_ttl_s: float = 5.0
+    leases_max: int = 4096
+    # How much work may wait at a peer beyond what runs: enough to hide a round trip, little enough
+    # that an idle peer elsewhere is not missed for long.
+    queue_s_max: float = 0.5
+    queue_units_max: int = 1000
+    holds_max: int = 2  # units that may wait for a peer to drain for them, see admission
+    backfill_s_max: float = 2.0  # how long a unit at the queue's head may be overtaken
+    patience_s_min: float = 3.0  # a queued unit that has not begun by then is handed back
+    vacancy_wishes_max: int = 256
+    vacancy_ttl_s: float = 10.0
+
+    # --- probe
+    probe_asked_min: int = 4
+    probe_asked_max: int = 24
+    probe_answer_s: float = 0.4  # soft: offers that come later are given back
+    probe_backoff_s_min: float = 0.05
+    probe_backoff_s_max: float = 2.0
+    probe_hold_after_s: float = 3.0  # a unit that waited so long asks for a place in a queue
+    probe_batch_max: int = 2000
+    place_units_max: int = 500_000
+
+
+LAN = Config()
+#: peers across continents: slower to despair
+WAN = Config(
+    retry_first_s=0.8,
+    retry_min_s=0.1,
+    retry_max_s=3.0,
+    call_timeout_s=10.0,
+    lookup_timeout_s=3.0,
+    probe_s=2.0,
+    probe_timeout_s=2.0,
+    suspicion_s=6.0,
+    probe_answer_s=1.5,
+    lease_ttl_s=15.0,
+)
+PRESETS = {"lan": LAN, "wan": WAN}

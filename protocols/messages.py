@@ -1,0 +1,471 @@
+"""All messages, together: frozen, numbered, append-only.
+
+On the wire a message is its number and its fields in order, as msgpack. A field may be added at
+the end with a default; none is ever removed, reordered or given another meaning. Everything is
+validated here, at the edge: sizes, counts and types of what a peer sent are true afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ID_BYTES = 20
+
+PeerId = Annotated[bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)]
+Key = Annotated[bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)]
+Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
+Host = Annotated[str, Field(max_length=255)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Text = Annotated[str, Field(max_length=2000)]
+Word = Annotated[str, Field(max_length=100)]
+Words = Annotated[tuple[Word, ...], Field(max_length=64)]
+TaskName = Annotated[str, Field(max_length=512)]
+FileName = Annotated[str, Field(max_length=1024)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Struct(BaseModel):
+    """A value inside messages: a list of its fields on the wire."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_fields(cls, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return dict(zip(cls.model_fields, value, strict=False))
+        return value
+
+    def fields(self) -> list[Any]:
+        return list(self.__dict__.values())
+
+
+class Message(Struct):
+    number: ClassVar[int] = -1
+    #: may simply run again when it is repeated, so its answer is not kept
+    repeatable: ClassVar[bool] = False
+
+
+M = TypeVar("M", bound=type[Message])
+BY_NUMBER: dict[int, type[Message]] = {}
+
+
+def numbered(number: int, repeatable: bool = False) -> Callable[[M], M]:
+    def register(cls: M) -> M:
+        if number in BY_NUMBER:
+            raise ValueError(f"message {number} is {BY_NUMBER[number].__name__} already")
+        cls.number = number
+        cls.repeatable = repeatable
+        BY_NUMBER[number] = cls
+        return cls
+
+    return register
+
+
+# --------------------------------------------------------------------------- values
+
+
+class Contact(Struct):
+    """Where a peer is. An empty host and port 0 mean: unknown, ask for its member."""
+
+    id: PeerId
+    host: Host
+    port: Port
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+class Capacity(Struct):
+    """What is used up by running tasks; integers, so that sums are exact."""
+
+    millicores: Natural = 0
+    memory_bytes: Natural = 0
+    disk_bytes: Natural = 0
+    gpus: Natural = 0
+
+
+class Traits(Struct):
+    """What is not used up: must fit, or be at least so much."""
+
+    arch: Word = ""
+    os: Word = ""
+    site: Word = ""
+    speed: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    labels: Words = ()
+    software: Words = ()
+
+
+class Member(Struct):
+    """A peer as all know it. `boot` counts its starts, `incarnation` its objections to rumours."""
+
+    contact: Contact
+    http: Annotated[str, Field(max_length=300)] = ""
+    capacity: Capacity = Capacity()
+    traits: Traits = Traits()
+    boot: Natural = 0
+    incarnation: Natural = 0
+    state: Annotated[int, Field(ge=0, le=3)] = 0  # see members.State
+    version: Word = ""
+
+
+class Needs(Struct):
+    """A unit's needs, as capacity and traits."""
+
+    capacity: Capacity = Capacity()
+    arch: Word | None = None
+    os: Word | None = None
+    site: Word | None = None
+    speed: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    labels: Words = ()
+    software: Words = ()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+
+class Record(Struct):
+    key: Key
+    owner: PeerId
+    version: Natural
+    ttl_s: Seconds  # what is left: no clocks are compared
+    value: Annotated[bytes, Field(max_length=1024)]
+
+
+class AttemptKey(Struct):
+    """One run of one task. `number` makes a stale result harmless."""
+
+    workflow: Word
+    task: TaskName
+    number: Natural
+
+    def __hash__(self) -> int:
+        return hash((self.workflow, self.task, self.number))
+
+    def __str__(self) -> str:
+        return f"{self.workflow}/{self.task}#{self.number}"
+
+
+class File(Struct):
+    """A file of a task: its name there, its content, and who is known to hold it."""
+
+    name: FileName
+    hash: Hash
+    size: Natural
+    holders: Annotated[tuple[PeerId, ...], Field(max_length=16)] = ()
+
+
+class Value(Struct):
+    """A call's value. Peers never look inside a pickle: only worker processes do."""
+
+    encoding: Annotated[str, Field(pattern="^(json|pickle)$")]
+    data: Annotated[bytes, Field(max_length=2**20)] = b""
+    file: File | None = None  # where the value is too large to travel in messages
+
+
+class Argument(Struct):
+    """What `{result: name}` stands for: one value, or those of a `foreach` in order."""
+
+    name: TaskName
+    many: bool
+    values: tuple[Value, ...]
+
+
+class Work(Struct):
+    """All an executing peer needs to run an attempt."""
+
+    key: AttemptKey
+    lease: Natural
+    needs: Needs
+    command: tuple[str, ...] | None = None
+    call: Annotated[str, Field(max_length=500)] | None = None
+    arguments: bytes = b""  # msgpack of [args, kwargs], references and all
+    references: tuple[Argument, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    inputs: tuple[File, ...] = ()
+    outputs: tuple[FileName, ...] = ()
+    timeout_s: Seconds | None = None
+    runtime_s: Seconds | None = None
+
+
+class Outcome(Struct):
+    """How an attempt ended. `kind`: ok, failed (the task's fault), or returned (the peer's)."""
+
+    key: AttemptKey
+    kind: Annotated[str, Field(pattern="^(ok|failed|returned)$")]
+    reason: Text = ""
+    exit_code: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    outputs: tuple[File, ...] = ()
+    value: Value | None = None
+    log: File | None = None
+    log_tail: Annotated[str, Field(max_length=8192)] = ""
+    log_truncated: bool = False
+    max_rss_bytes: Natural = 0
+    # small outputs travel along, so that they have a second holder before they count
+    enclosed: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=256)] = ()
+
+
+class Room(Struct):
+    """Room for up to `count` units of the same needs."""
+
+    needs: Needs
+    count: Annotated[int, Field(ge=1, le=100_000)]
+    runtime_s: Seconds | None = None
+    deadline_in_s: float | None = None
+    queue: bool = False  # a place in the queue will do
+    hold: bool = False  # it waited long: a place in the queue however long that is
+
+
+class Grant(Struct):
+    leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)] = ()
+    queued: Natural = 0  # how many of them, the last ones, wait in the queue
+    wait_s: Seconds = 0.0  # the peer's guess until the last of them begins
+    refusal: Text = ""  # why not more
+
+
+# --------------------------------------------------------------------------- messages
+
+
+@numbered(0)
+class Refusal(Message):
+    """The answer to a request that was not carried out."""
+
+    code: Word
+    text: Text = ""
+
+
+@numbered(1)
+class Done(Message):
+    pass
+
+
+@numbered(2, repeatable=True)
+class Hello(Message):
+    """The first word to an address whose id is not known yet."""
+
+    member: Member
+
+
+@numbered(3)
+class Welcome(Message):
+    member: Member
+
+
+@numbered(4, repeatable=True)
+class Ping(Message):
+    digest: Natural
+    rumours: Annotated[tuple[Member, ...], Field(max_length=64)] = ()
+
+
+@numbered(5)
+class Ack(Message):
+    digest: Natural
+    rumours: Annotated[tuple[Member, ...], Field(max_length=64)] = ()
+
+
+@numbered(6, repeatable=True)
+class PingFor(Message):
+    """Ask another peer to ping: one lossy link must not kill a peer."""
+
+    target: Contact
+
+
+@numbered(7)
+class PingedFor(Message):
+    alive: bool
+
+
+@numbered(8, repeatable=True)
+class Sync(Message):
+    """What I know of the members, in brief: id, boot, incarnation, state."""
+
+    known: tuple[tuple[PeerId, Natural, Natural, Natural], ...]
+
+
+@numbered(9)
+class Synced(Message):
+    """What you lack, and whom I lack."""
+
+    members: tuple[Member, ...]
+    wanted: tuple[PeerId, ...] = ()
+
+
+@numbered(10)
+class Rumours(Message):
+    members: tuple[Member, ...]
+
+
+@numbered(11)
+class Leave(Message):
+    member: Member
+
+
+@numbered(12, repeatable=True)
+class FindPeers(Message):
+    target: Key
+
+
+@numbered(13)
+class FoundPeers(Message):
+    contacts: Annotated[tuple[Contact, ...], Field(max_length=64)]
+
+
+@numbered(14)
+class StoreRecords(Message):
+    records: tuple[Record, ...]
+
+
+@numbered(15)
+class StoredRecords(Message):
+    refused: Natural = 0
+
+
+@numbered(16, repeatable=True)
+class FetchRecords(Message):
+    keys: Annotated[tuple[Key, ...], Field(max_length=1000)]
+
+
+@numbered(17)
+class FetchedRecords(Message):
+    records: tuple[Record, ...]
+
+
+@numbered(20)
+class Reserve(Message):
+    asks: Annotated[tuple[Room, ...], Field(max_length=64)]
+
+
+@numbered(21)
+class Offers(Message):
+    """One grant per ask, in the same order."""
+
+    grants: tuple[Grant, ...]
+    free: Capacity
+    ttl_s: Seconds
+
+
+@numbered(22)
+class ReturnLeases(Message):
+    leases: tuple[Natural, ...]
+
+
+@numbered(23)
+class Commit(Message):
+    works: tuple[Work, ...]
+
+
+@numbered(24)
+class Committed(Message):
+    refused: tuple[tuple[AttemptKey, Text], ...] = ()
+
+
+@numbered(25)
+class Report(Message):
+    outcomes: tuple[Outcome, ...]
+    free: Capacity = Capacity()
+
+
+@numbered(26)
+class Reported(Message):
+    """These are on the home's disk; `unknown` are of workflows this peer knows nothing of."""
+
+    kept: tuple[AttemptKey, ...]
+    unknown: tuple[AttemptKey, ...] = ()
+
+
+@numbered(27, repeatable=True)
+class Inquire(Message):
+    keys: tuple[AttemptKey, ...]
+
+
+@numbered(28)
+class Inquired(Message):
+    """`queued`, `running`, `reporting` or `unknown`, for each key."""
+
+    states: tuple[Word, ...]
+
+
+@numbered(29)
+class Abort(Message):
+    keys: tuple[AttemptKey, ...]
+    reason: Text = ""
+
+
+@numbered(30)
+class Vacancy(Message):
+    """To those who were refused a while ago: there is room now."""
+
+    free: Capacity
+
+
+@numbered(31, repeatable=True)
+class ReadBlob(Message):
+    hash: Hash
+    offset: Natural
+    length: Annotated[int, Field(ge=1, le=2**20)]
+
+
+@numbered(32)
+class BlobPart(Message):
+    size: Natural
+    data: bytes
+
+
+@numbered(33)
+class Ask(Message):
+    """A user's question about a workflow, sent on to its home."""
+
+    workflow: Word
+    question: Word
+    arguments: bytes = b""
+
+
+@numbered(34)
+class Answer(Message):
+    status: Annotated[int, Field(ge=100, le=599)]
+    body: bytes
+
+
+@numbered(35, repeatable=True)
+class Describe(Message):
+    pass
+
+
+@numbered(36)
+class Described(Message):
+    free: Capacity
+    running: Natural
+    queued: Natural
+    pid: Natural = 0
+    state: Word = "up"
+
+
+@numbered(37, repeatable=True)
+class ListWorkflows(Message):
+    """A page of the workflows whose home is the peer asked, newest first."""
+
+    before: Text = ""
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    state: Word = ""
+
+
+@numbered(38)
+class ListedWorkflows(Message):
+    rows: tuple[bytes, ...]  # JSON, one each
+
+
+@numbered(39, repeatable=True)
+class FindHome(Message):
+    workflow: Word
+
+
+@numbered(40)
+class FoundHome(Message):
+    here: bool

@@ -1,0 +1,402 @@
+"""A workflow document → the model, or every problem in it at once.
+
+Each task is checked by itself, so that a mistake in one hides none in the others; then what lies
+between tasks is resolved: files, globs, results, `after`, and the cycle if there is one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import replace as _replace
+from datetime import datetime
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from . import names, plan, quantities, tree
+from .foreach import Substitution, items, references
+from .model import STRATEGIES, Needs, Reference, Source, Task, Workflow
+from .problems import Path, Problems
+from .schema import (
+    COMMAND_BYTES_MAX,
+    EDGES_MAX,
+    TASKS_MAX,
+    InputDocument,
+    NeedsDocument,
+    TaskDocument,
+    WorkflowDocument,
+)
+
+GLOB_MATCHES_MAX = 20_000_000
+_BLOB = re.compile(r"sha256:[0-9a-f]{64}")
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def parse(text: str | bytes, *, json_only: bool = False, client: bool = False) -> Workflow:
+    """Read YAML or JSON; `client` allows inputs by `path`, for the side that has the files."""
+    value, lines = tree.read(text, json_only)
+    return from_value(value, lines, client=client)
+
+
+def from_value(
+    value: Any, lines: Mapping[str, int] | None = None, *, client: bool = False
+) -> Workflow:
+    return _Reader(Problems(lines), client).read(value)
+
+
+class _Reader:
+    def __init__(self, problems: Problems, client: bool) -> None:
+        self.problems = problems
+        self.client = client
+        self.inputs: dict[str, Source] = {}
+        self.tasks: dict[str, Task] = {}
+        self.places: dict[str, Path] = {}  # task → where its template stands
+        self.templates: dict[str, list[str]] = {}
+        self.broken: set[str] = set()  # templates that could not be read: no follow-up problems
+        self.producers: dict[str, str] = {}
+        self.parents: dict[str, tuple[str, ...]] = {}
+        self.globs: dict[str, tuple[str, ...]] = {}
+        self.edges = 0
+        self.matches = 0
+
+    def read(self, value: Any) -> Workflow:
+        if not isinstance(value, dict):
+            self.problems.add((), "a workflow document is a mapping with `name` and `tasks`")
+            self.problems.check()
+        head = self._head(value)
+        for name, found in _mapping(value.get("inputs")).items():
+            self._input(name, found)
+        for name, found in _mapping(value.get("tasks")).items():
+            self._template(name, found)
+        for task in list(self.tasks.values()):
+            self._resolve(task)
+        loop = plan.cycle(self.parents)
+        if loop:
+            place = self.places[loop[0]]
+            self.problems.add(place, "the tasks depend on each other: " + " → ".join(loop))
+        self.problems.check()
+        ordered = plan.order(self.parents)
+        return Workflow(
+            name=head["name"],
+            description=head.get("description", ""),
+            strategy=head.get("strategy", "auto"),
+            deadline=None if head.get("deadline") is None else str(head["deadline"]),
+            inputs=self.inputs,
+            tasks={task: self.tasks[task] for task in ordered},
+            parents=self.parents,
+            producers=self.producers,
+        )
+
+    def _head(self, value: dict[str, Any]) -> dict[str, Any]:
+        # inputs and tasks are checked one by one below; here only that they are what they are
+        shell = {**value}
+        for key in ("inputs", "tasks"):
+            if isinstance(shell.get(key), dict):
+                shell[key] = {"x": {}} if shell[key] else {}
+        self._valid(WorkflowDocument, shell, ())
+        strategy = value.get("strategy", "auto")
+        if isinstance(strategy, str) and strategy not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            self.problems.add(("strategy",), f"unknown strategy {strategy!r}; there are: {known}")
+        deadline = value.get("deadline")
+        if isinstance(deadline, str | int | float) and not _is_deadline(deadline):
+            self.problems.add(
+                ("deadline",), "a duration from submission such as 10m, or a timestamp (ISO 8601)"
+            )
+        return value
+
+    def _valid(self, model: type[_Model], value: Any, path: Path) -> _Model | None:
+        if not isinstance(value, dict):
+            self.problems.add(path, f"a mapping is expected, not {_kind(value)}")
+            return None
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            for found in error.errors(include_url=False):
+                self.problems.add((*path, *_place(found["loc"])), _message(found, model))
+            return None
+
+    def _input(self, name: str, value: Any) -> None:
+        path: Path = ("inputs", name)
+        trouble = names.file_problem(name)
+        if trouble:
+            self.problems.add(path, trouble)
+        found = self._valid(InputDocument, value, path)
+        if found is None:
+            self.inputs.setdefault(name, Source("text", ""))  # no follow-up problems
+            return
+        given = [(k, v) for k, v in found if v is not None]
+        if len(given) != 1:
+            self.problems.add(path, "exactly one of path, text, url, blob and size is given")
+            given = [("text", "")]
+        kind, content = given[0]
+        if kind == "path" and not self.client:
+            self.problems.add(
+                (*path, "path"),
+                "a path is read by the client: upload the file with PUT /v1/blobs/{hash} "
+                "and write {blob: 'sha256:…'}, or use `valence submit`",
+            )
+        elif kind == "blob" and not _BLOB.fullmatch(content):
+            self.problems.add((*path, "blob"), "a blob is named sha256: and 64 hexadecimal digits")
+        elif kind == "url" and not re.match(r"https?://[^\s/]+", content):
+            self.problems.add((*path, "url"), "a URL begins with http:// or https:// and a host")
+        self.inputs[name] = Source(kind, str(content))  # type: ignore[arg-type]
+
+    def _template(self, name: str, value: Any) -> None:
+        path: Path = ("tasks", name)
+        made: list[str] = []
+        trouble = names.task_problem(name)
+        if trouble:
+            self.problems.add(path, trouble)
+        found = self._valid(TaskDocument, value, path)
+        if found is None:
+            self.broken.add(name)
+            # its outputs still count, so that those who read them get no problem of their own
+            outputs = value.get("outputs") if isinstance(value, dict) else None
+            for output in outputs if isinstance(outputs, list) else ():
+                if isinstance(output, str):
+                    self.producers.setdefault(output, name)
+            return
+        self._check_template(found, path)
+        if found.foreach is None:
+            self._add(name, name, found, Substitution({}), path)
+            made.append(name)
+        else:
+            for item, variables in items(found.foreach, (*path, "foreach"), self.problems):
+                if len(self.tasks) > TASKS_MAX:
+                    break
+                made.append(f"{name}[{item}]")
+                self._add(made[-1], name, found, Substitution(variables), path)
+            if not made:
+                self.broken.add(name)
+        if len(self.tasks) > TASKS_MAX >= len(self.tasks) - len(made):
+            self.problems.add(path, f"at most {TASKS_MAX:,} tasks are read")
+        self.templates[name] = made
+
+    def _check_template(self, found: TaskDocument, path: Path) -> None:
+        problems = self.problems
+        if (found.command is None) == (found.call is None):
+            problems.add(path, "a task has either a command or a call")
+        if found.command is not None:
+            if not found.command or not found.command[0]:
+                problems.add((*path, "command"), "a command has at least the program's name")
+            if sum(len(word.encode()) + 1 for word in found.command) > COMMAND_BYTES_MAX:
+                problems.add((*path, "command"), f"at most {COMMAND_BYTES_MAX:,} bytes")
+            for key in ("args", "kwargs"):
+                if getattr(found, key):
+                    problems.add((*path, key), "only a call has arguments of this kind")
+        if found.call is not None:
+            trouble = names.call_problem(found.call)
+            if trouble:
+                problems.add((*path, "call"), trouble)
+        for variable in found.env:
+            trouble = names.environment_problem(variable)
+            if trouble:
+                problems.add((*path, "env", variable), trouble)
+        for key in ("labels", "software"):
+            for index, label in enumerate(getattr(found.needs, key)):
+                trouble = names.label_problem(label)
+                if trouble:
+                    problems.add((*path, "needs", key, index), trouble)
+        if found.timeout == 0:
+            problems.add((*path, "timeout"), "a time-out is longer than nothing")
+
+    def _add(
+        self, task: str, template: str, found: TaskDocument, sub: Substitution, path: Path
+    ) -> None:
+        inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
+        for key, listed in (("inputs", inputs), ("outputs", outputs)):
+            seen: set[str] = set()
+            for index, name in enumerate(listed):
+                trouble = names.file_problem(name)
+                if name in seen:
+                    trouble = f"{name!r} stands twice"
+                seen.add(name)
+                if trouble:
+                    self.problems.add((*path, key, index), f"{trouble}{_of(task, template)}")
+        for index, name in enumerate(outputs):
+            maker = self.producers.setdefault(name, task)
+            if maker != task:
+                self.problems.add(
+                    (*path, "outputs", index),
+                    f"{name!r} is made by {maker} already{_of(task, template)}",
+                )
+            elif name in self.inputs:
+                self.problems.add(
+                    (*path, "outputs", index), f"{name!r} is an input of the workflow already"
+                )
+        needs = found.needs
+        self.places[task] = path
+        self.tasks[task] = Task(
+            id=task,
+            template=template,
+            command=None if found.command is None else sub.texts(found.command),
+            call=found.call,
+            args=tuple(sub.value(found.args)),
+            kwargs=sub.value(found.kwargs),
+            env={k: sub.text(v) for k, v in found.env.items()},
+            inputs=inputs,
+            outputs=outputs,
+            after=sub.texts(found.after),
+            needs=Needs(
+                needs.cpus,
+                needs.memory,
+                needs.disk,
+                needs.gpus,
+                needs.arch,
+                needs.os,
+                needs.site,
+                needs.speed,
+                tuple(sorted(set(needs.labels))),
+                tuple(sorted(set(needs.software))),
+            ),
+            runtime_s=found.runtime,
+            timeout_s=found.timeout,
+            retries=found.retries,
+        )
+
+    def _resolve(self, task: Task) -> None:
+        """Files, results and `after` of one task → its parents."""
+        path = self.places[task.id]
+        parents: dict[str, None] = {}
+        files: dict[str, None] = {}
+        for index, name in enumerate(task.inputs):
+            matched = self._files(name, task)
+            if not matched:
+                self.problems.add(
+                    (*path, "inputs", index),
+                    _unknown_file(name, [*self.producers, *self.inputs])
+                    + _of(task.id, task.template),
+                )
+            for file in matched:
+                files[file] = None
+                maker = self.producers.get(file)
+                if maker in self.tasks:
+                    parents[maker] = None
+        found = {}
+        for where, ref in references([list(task.args), dict(task.kwargs)], ()):
+            # the pair [args, kwargs] was only for the walk: name the place as the user wrote it
+            place = (*path, "args" if where[0] == 0 else "kwargs", *where[1:])
+            target = self._reference(ref, place, task)
+            if target is not None:
+                found[str(ref)] = target
+                parents.update(dict.fromkeys(target.tasks))
+        for index, name in enumerate(task.after):
+            if name in self.broken:
+                continue
+            listed = self.templates.get(name) or ([name] if name in self.tasks else None)
+            if listed is None:
+                self.problems.add(
+                    (*path, "after", index),
+                    _unknown("task", name, [*self.templates, *self.tasks]),
+                )
+            else:
+                parents.update(dict.fromkeys(listed))
+        self.edges += len(parents) + len(files)
+        if self.edges > EDGES_MAX:
+            self.problems.add(path, f"more than {EDGES_MAX:,} edges between tasks and files")
+            self.problems.check()
+        if found or tuple(files) != task.inputs:
+            self.tasks[task.id] = _replace(task, inputs=tuple(files), references=found)
+        self.parents[task.id] = tuple(parents)
+
+    def _files(self, name: str, task: Task) -> tuple[str, ...]:
+        if name in self.producers or name in self.inputs:
+            return (name,)
+        if not names.is_glob(name):
+            return ()
+        if name not in self.globs:
+            known = [*self.inputs, *self.producers]
+            self.matches += len(known)
+            if self.matches > GLOB_MATCHES_MAX:
+                self.problems.add(self.places[task.id], "too many different globs over these files")
+                self.problems.check()
+            self.globs[name] = tuple(sorted(fnmatch.filter(known, name)))
+        own = set(task.outputs)
+        return tuple(file for file in self.globs[name] if file not in own)
+
+    def _reference(self, ref: Any, place: Path, task: Task) -> Reference | None:
+        if not isinstance(ref, str):
+            self.problems.add(place, "a result is named by its task")
+            return None
+        if ref in self.broken:
+            return None
+        targets: tuple[str, ...]
+        if ref in self.tasks:
+            targets, many = (ref,), False
+        elif self.templates.get(ref):
+            targets, many = tuple(self.templates[ref]), True
+        else:
+            self.problems.add(place, _unknown("task", ref, [*self.templates, *self.tasks]))
+            return None
+        if self.tasks[targets[0]].call is None:
+            self.problems.add(place, f"{ref} is a command: only calls have a value; use its files")
+            return None
+        return Reference(targets, many)
+
+
+def _place(loc: tuple[int | str, ...]) -> Path:
+    # pydantic names the branch of a union it tried, as in `foreach, list[any]`
+    return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\]]|^int$|^str$", p)))
+
+
+def _message(found: Any, model: type[BaseModel]) -> str:
+    kind, loc = found["type"], found["loc"]
+    if kind == "extra_forbidden":
+        for part in loc[:-1]:
+            model = {"needs": NeedsDocument}.get(str(part), model)
+        return _unknown("key", str(loc[-1]), list(model.model_fields))
+    if kind == "missing":
+        return "this key is missing"
+    if kind == "value_error":
+        return str(found["ctx"]["error"])
+    message = str(found["msg"])
+    return message[:1].lower() + message[1:] + f", not {_kind(found['input'])}"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    kinds = {dict: "a mapping", list: "a list", str: "the text", bool: "the truth value"}
+    kind = kinds.get(type(value), "the number")
+    return kind if isinstance(value, dict | list) else f"{kind} {text[:40]}"
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known[:2000], n=1)
+    if close:
+        return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
+    if len(known) <= 20:
+        return f"unknown {what} {name!r}; there are: {', '.join(known)}"
+    return f"unknown {what} {name!r}"
+
+
+def _unknown_file(name: str, known: list[str]) -> str:
+    if names.is_glob(name):
+        return f"{name!r} matches no output of a task and no input of the workflow"
+    close = difflib.get_close_matches(name, known[:2000], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"no task makes {name!r}, and it is no input of the workflow{hint}"
+
+
+def _of(task: str, template: str) -> str:
+    return "" if task == template else f" (in {task})"
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_deadline(value: str | int | float) -> bool:
+    try:
+        quantities.seconds(value)
+    except ValueError:
+        try:
+            datetime.fromisoformat(str(value))
+        except ValueError:
+            return False
+    return True

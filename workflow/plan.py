@@ -1,0 +1,65 @@
+"""Plans over a DAG: order, cycles, levels and upward ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .model import Workflow
+
+#: how long a task counts for in a plan when nobody said
+RUNTIME_S_GUESS = 1.0
+
+
+def order(parents: Mapping[str, Sequence[str]]) -> list[str]:
+    """Tasks, each after its parents; tasks on or behind a cycle are left out."""
+    missing = {task: len(set(above)) for task, above in parents.items()}
+    children: dict[str, list[str]] = {task: [] for task in parents}
+    for task, above in parents.items():
+        for parent in set(above):
+            children[parent].append(task)
+    ready = [task for task, count in missing.items() if count == 0]
+    for task in ready:  # grows while it is walked
+        for child in children[task]:
+            missing[child] -= 1
+            if missing[child] == 0:
+                ready.append(child)
+    return ready
+
+
+def cycle(parents: Mapping[str, Sequence[str]]) -> list[str] | None:
+    """One cycle as a path `a → b → a` along the direction in which work flows, or None."""
+    left = set(parents) - set(order(parents))
+    if not left:
+        return None
+    # every task left has a parent that is left too: walk up until one comes again
+    task = min(left)
+    seen: dict[str, int] = {}
+    path: list[str] = []
+    while task not in seen:
+        seen[task] = len(path)
+        path.append(task)
+        task = min(p for p in parents[task] if p in left)
+    loop = [*path[seen[task] :], task]
+    return loop[::-1]
+
+
+def levels(workflow: Workflow) -> dict[str, int]:
+    """0 for a task with no parents, else one more than its deepest parent."""
+    found: dict[str, int] = {}
+    for task in workflow.tasks:
+        found[task] = 1 + max((found[p] for p in workflow.parents[task]), default=-1)
+    return found
+
+
+def upward_ranks(workflow: Workflow) -> dict[str, float]:
+    """Seconds from a task's start to the end of the workflow along its longest path.
+
+    HEFT's upward rank with equal machines and free transfers: what is known before placing.
+    """
+    children = workflow.children()
+    ranks: dict[str, float] = {}
+    for task in reversed(list(workflow.tasks)):
+        spec = workflow.tasks[task]
+        own = RUNTIME_S_GUESS if spec.runtime_s is None else spec.runtime_s
+        ranks[task] = own + max((ranks[c] for c in children[task]), default=0.0)
+    return ranks

@@ -1,0 +1,78 @@
+"""What is wrong with a document: every problem at once, each with its place.
+
+A place is a JSON pointer (RFC 6901) into the document, `/tasks/count/inputs/0`, and where the
+document was YAML also the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Path = tuple[str | int, ...]
+
+#: more than this many problems help nobody; the rest is counted
+PROBLEMS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    place: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = self.place or "the document"
+        return f"{where}{f' (line {self.line})' if self.line else ''}: {self.message}"
+
+
+class DocumentError(ValueError):
+    """A document that can't be run, with all the reasons."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(map(str, problems[:3])))
+
+
+def pointer(path: Path) -> str:
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+class Problems:
+    """Collects problems; `check()` raises them together."""
+
+    def __init__(self, lines: Mapping[str, int] | None = None) -> None:
+        self._lines = lines or {}
+        self._found: list[Problem] = []
+        self._more = 0
+        self._seen: set[tuple[str, str]] = set()
+
+    def add(self, path: Path, message: str, line: int | None = None) -> None:
+        place = pointer(path)
+        once = (place, message.partition(" (in ")[0])  # one for all tasks of a `foreach`
+        if once in self._seen:
+            return
+        if len(self._found) >= PROBLEMS_MAX:
+            self._more += 1
+            return
+        self._seen.add(once)
+        self._found.append(Problem(place, message, line or self._line(path)))
+
+    def _line(self, path: Path) -> int | None:
+        # the nearest enclosing place whose line is known: a missing key has none of its own
+        for end in range(len(path), -1, -1):
+            line = self._lines.get(pointer(path[:end]))
+            if line is not None:
+                return line
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def check(self) -> None:
+        if not self._found:
+            return
+        found = list(self._found)
+        if self._more:
+            found.append(Problem("", f"{self._more} more problems are not listed"))
+        raise DocumentError(tuple(found))

@@ -1,0 +1,131 @@
+"""The shape of a workflow document, field by field; `document` checks what a shape can't say.
+
+These models are also what `/openapi.json` describes, so the text in each field is for users.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from . import quantities
+
+TASKS_MAX = 200_000
+EDGES_MAX = 2_000_000
+COMMAND_BYTES_MAX = 100_000
+TEXT_INPUT_BYTES_MAX = 1_000_000
+
+
+def _words(value: object) -> object:
+    """A command: words, where YAML's numbers are words too; one text is a shell's line."""
+    if isinstance(value, str):
+        return ["sh", "-c", value]
+    if isinstance(value, list):
+        return [
+            str(word) if isinstance(word, int | float) and not isinstance(word, bool) else word
+            for word in value
+        ]
+    return value
+
+
+def _text(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+def _texts(value: object) -> object:
+    return {k: _text(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(quantities.seconds),
+    Field(json_schema_extra={"type": ["number", "string"], "examples": ["90s", "1m30s", 2.5]}),
+]
+Size = Annotated[
+    int,
+    BeforeValidator(quantities.size_bytes),
+    Field(json_schema_extra={"type": ["integer", "string"], "examples": ["128MiB", 1024]}),
+]
+Cores = Annotated[
+    int,
+    BeforeValidator(quantities.millicores),
+    Field(json_schema_extra={"type": ["number", "string"], "examples": [1, 0.5, "500m"]}),
+]
+Name = Annotated[str, Field(max_length=1100)]
+Label = Annotated[str, Field(max_length=100)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class InputDocument(_Strict):
+    """One of: a file of the client's, a text, a URL, a blob, or bytes made up to a size."""
+
+    path: str | None = Field(
+        default=None, max_length=4096, description="A file, read by the client."
+    )
+    text: str | None = Field(default=None, max_length=TEXT_INPUT_BYTES_MAX)
+    url: str | None = Field(
+        default=None, max_length=4096, description="http or https, fetched by a peer."
+    )
+    blob: str | None = Field(default=None, description="sha256:… of a blob that was uploaded.")
+    size: Size | None = Field(default=None, description="Bytes made up from the name, for trials.")
+
+
+class NeedsDocument(_Strict):
+    """What a task needs of a peer."""
+
+    cpus: Cores = Field(default=1000)
+    memory: Size = Field(default=0)
+    disk: Size = Field(default=0)
+    gpus: int = Field(default=0, ge=0, le=1_000_000)
+    arch: Label | None = None
+    os: Label | None = None
+    site: Label | None = None
+    speed: float | None = Field(default=None, ge=0, le=1e9, description="At least this fast.")
+    labels: list[Label] = Field(default_factory=list, max_length=32)
+    software: list[Label] = Field(default_factory=list, max_length=32)
+
+
+class TaskDocument(_Strict):
+    """One task, or with `foreach` one for each item."""
+
+    description: str = Field(default="", max_length=10_000)
+    foreach: list[Any] | dict[str, Any] | int | None = Field(
+        default=None,
+        description="A list of items; a number n for 0…n-1; or names with a list each, for every "
+        "combination. `{item}` or `{name}` stands for the item in all texts of the task.",
+    )
+    command: Annotated[list[str], BeforeValidator(_words)] | None = Field(
+        default=None, max_length=10_000
+    )
+    call: str | None = Field(default=None, description="A Python callable, module:function.")
+    args: list[Any] = Field(default_factory=list, max_length=10_000)
+    kwargs: dict[str, Any] = Field(default_factory=dict, max_length=1000)
+    env: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
+        default_factory=dict, max_length=1000
+    )
+    inputs: list[Name] = Field(default_factory=list, max_length=100_000)
+    outputs: list[Name] = Field(default_factory=list, max_length=100_000)
+    after: list[Name] = Field(default_factory=list, max_length=100_000)
+    needs: NeedsDocument = Field(default_factory=lambda: NeedsDocument())
+    runtime: Duration | None = Field(default=None, description="An estimate, on a peer of speed 1.")
+    timeout: Duration | None = None
+    retries: int = Field(default=0, ge=0, le=100)
+
+
+class WorkflowDocument(_Strict):
+    """A workflow: tasks and the files between them."""
+
+    name: str = Field(min_length=1, max_length=200)
+    description: str = Field(default="", max_length=10_000)
+    strategy: str = Field(default="auto", max_length=50)
+    deadline: str | float | int | None = Field(
+        default=None, description="A duration from submission, or a timestamp (ISO 8601)."
+    )
+    inputs: dict[str, InputDocument] = Field(default_factory=dict, max_length=100_000)
+    tasks: dict[str, TaskDocument] = Field(min_length=1, max_length=TASKS_MAX)
