@@ -25,7 +25,7 @@ from .config import Config
 from .messages import Contact, Message, Refusal
 
 R = TypeVar("R", bound=Message)
-Handler = Callable[[Contact, R], Message | None | Awaitable[Message | None]]
+Handler = Callable[[Contact, R], Message | Awaitable[Message | None] | None]
 
 
 class Wire(Protocol):

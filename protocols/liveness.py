@@ -1,0 +1,230 @@
+"""Failure detection and the spread of membership: SWIM, with digests to end disagreement.
+
+Each peer pings one other a second, in shuffled rounds. No answer: a few others are asked to ping
+it; still none: it is suspected, and everybody hears; if it has not objected in time, it is dead.
+Pings carry rumours and a digest of the whole view; where digests differ the two exchange what the
+other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
+A dead peer is pinged now and then, so that a healed partition grows together again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+from .config import Config
+from .members import Members, State
+from .messages import (
+    Ack,
+    Contact,
+    Done,
+    Leave,
+    Member,
+    Ping,
+    PingedFor,
+    PingFor,
+    Rumours,
+    Sync,
+    Synced,
+)
+from .rpc import CallFailed, Rpc
+
+#: every so many pings one goes to a peer believed dead
+DEAD_PING_EVERY = 10
+
+
+class Liveness:
+    def __init__(self, rpc: Rpc, members: Members, rng: random.Random, config: Config) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._rng = rng
+        self._config = config
+        self._round: list[bytes] = []
+        self._hints: dict[bytes, None] = {}
+        self._hinted = asyncio.Event()
+        self._suspected: dict[bytes, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_sync = -math.inf
+        self._ticks = 0
+        rpc.on(Ping, self._ping)
+        rpc.on(PingFor, self._ping_for)
+        rpc.on(Sync, self._sync)
+        rpc.on(Rumours, self._rumours)
+        rpc.on(Leave, self._left)
+        members.listen(self._changed)
+
+    # ----------------------------------------------------------------- driving
+
+    async def run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._config.probe_s * (0.9 + 0.2 * self._rng.random())):
+                    await self._hinted.wait()
+            except TimeoutError:
+                pass
+            self._hinted.clear()
+            target = self._next()
+            if target is not None:
+                self._spawn(self._probe(target))
+            self._members.forget(self._now())
+
+    def suspect(self, contact: Contact) -> None:
+        """A call to it failed: look at it now instead of at its turn."""
+        if self._members.is_here(contact.id) and len(self._hints) < 64:
+            self._hints[contact.id] = None
+            self._hinted.set()
+
+    def _next(self) -> Member | None:
+        self._ticks += 1
+        while self._hints:
+            peer, _ = self._hints.popitem()
+            member = self._members.get(peer)
+            if member is not None and member.state <= State.SUSPECT:
+                return member
+        if self._ticks % DEAD_PING_EVERY == 0:
+            dead = [m for m in self._members.all() if m.state == State.DEAD]
+            if dead:
+                return self._rng.choice(dead)
+        while True:
+            if not self._round:
+                mine = self._members.me.contact.id
+                self._round = [m.contact.id for m in self._members.here() if m.contact.id != mine]
+                self._rng.shuffle(self._round)
+                if not self._round:
+                    return None
+            member = self._members.get(self._round.pop())
+            if member is not None and member.state <= State.SUSPECT:
+                return member
+
+    async def _probe(self, target: Member) -> None:
+        contact = target.contact
+        if await self._ping_once(contact):
+            return
+        others = [
+            m.contact
+            for m in self._members.here()
+            if m.contact.id not in (contact.id, self._rpc.me.id)
+        ]
+        helpers = self._rng.sample(others, min(len(others), self._config.indirect_probes))
+        answers = await asyncio.gather(*(self._ask(helper, contact) for helper in helpers))
+        if any(answers):
+            return
+        member = self._members.get(contact.id)
+        if member is not None and member.boot == target.boot:
+            self._members.judge(contact.id, State.SUSPECT, self._now())
+
+    async def _ping_once(self, contact: Contact) -> bool:
+        about = self._members.get(contact.id)
+        rumours = self._members.rumours()
+        if about is not None and about.state != State.ALIVE:
+            rumours = (about, *rumours[:-1])  # so that it can object
+        ping = Ping(digest=self._members.digest, rumours=rumours)
+        try:
+            ack = await self._rpc.call(contact, ping, Ack, self._config.probe_timeout_s)
+        except CallFailed:
+            return False
+        self._hear(ack.rumours)
+        if ack.digest != self._members.digest:
+            self._disagree(contact)
+        return True
+
+    async def _ask(self, helper: Contact, target: Contact) -> bool:
+        try:
+            wait_s = 2 * self._config.probe_timeout_s
+            answer = await self._rpc.call(helper, PingFor(target=target), PingedFor, wait_s)
+        except CallFailed:
+            return False
+        return answer.alive
+
+    def _changed(self, old: Member | None, new: Member) -> None:
+        peer = new.contact.id
+        timer = self._suspected.pop(peer, None)
+        if timer is not None:
+            timer.cancel()
+        if new.state == State.SUSPECT:
+            scale = max(1.0, math.log10(len(self._members)))
+            self._suspected[peer] = asyncio.get_running_loop().call_later(
+                self._config.suspicion_s * scale, self._condemn, new
+            )
+
+    def _condemn(self, member: Member) -> None:
+        self._suspected.pop(member.contact.id, None)
+        if self._members.get(member.contact.id) == member:  # no objection came
+            self._members.judge(member.contact.id, State.DEAD, self._now())
+
+    # ----------------------------------------------------------------- agreeing
+
+    def _hear(self, rumours: tuple[Member, ...]) -> None:
+        now = self._now()
+        for rumour in rumours:
+            self._members.apply(rumour, now)
+
+    def _disagree(self, contact: Contact) -> None:
+        now = self._now()
+        if now - self._last_sync >= self._config.sync_s_min:
+            self._last_sync = now
+            self._spawn(self.sync(contact))
+
+    async def sync(self, contact: Contact) -> None:
+        """Exchange what either side lacks. Failure is no matter: digests will differ again."""
+        try:
+            answer = await self._rpc.call(contact, Sync(known=self._members.brief()), Synced)
+        except CallFailed:
+            return
+        self._hear(answer.members)
+        lacking = [self._members.get(peer) for peer in answer.wanted]
+        members = tuple(m for m in lacking if m is not None)
+        if members:
+            self._rpc.tell(contact, Rumours(members=members))
+
+    async def leave(self) -> None:
+        """Say goodbye to everybody at once: worth more than any detection."""
+        others = [m.contact for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        self._members.leave()
+        farewell = Leave(member=self._members.me)
+        calls = [self._rpc.call(c, farewell, Done, 1.0) for c in others[:200]]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # ----------------------------------------------------------------- answering
+
+    def _ping(self, sender: Contact, message: Ping) -> Ack:
+        self._hear(message.rumours)
+        if message.digest and message.digest != self._members.digest:
+            if self._members.get(sender.id) is None:
+                self._disagree(sender)
+        return Ack(digest=self._members.digest, rumours=self._members.rumours())
+
+    async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:
+        return PingedFor(alive=await self._ping_once(message.target))
+
+    def _sync(self, sender: Contact, message: Sync) -> Synced:
+        lacks, wanted = self._members.compare(message.known)
+        return Synced(members=lacks, wanted=wanted)
+
+    def _rumours(self, sender: Contact, message: Rumours) -> None:
+        self._hear(message.members)
+
+    def _left(self, sender: Contact, message: Leave) -> Done:
+        self._hear((message.member,))
+        return Done()
+
+    # ----------------------------------------------------------------- small things
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _spawn(self, work: object) -> None:
+        if len(self._tasks) >= 64:
+            work.close()  # type: ignore[attr-defined]
+            return
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for timer in self._suspected.values():
+            timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""The Kademlia overlay: who is close to a key."""

@@ -1,0 +1,99 @@
+"""The overlay's service: keeps the table true, and finds the peers closest to a key.
+
+A lookup never waits for its slowest peer: an unanswered one is passed over after a soft time-out
+and another is asked. Members known dead or gone leave the table at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from ..config import Config
+from ..messages import Ack, Contact, FindPeers, FoundPeers, Ping
+from ..rpc import CallFailed, Rpc
+from .lookup import Lookup
+from .table import Table, distance
+
+
+class Overlay:
+    def __init__(self, rpc: Rpc, rng: random.Random, config: Config) -> None:
+        self.table = Table(rpc.me.id, config.bucket_size)
+        self._rpc = rpc
+        self._rng = rng
+        self._config = config
+        self._checks: set[asyncio.Task[None]] = set()
+        self._checking: set[bytes] = set()
+        rpc.on(FindPeers, self._find_peers)
+
+    def saw(self, contact: Contact) -> None:
+        doubtful = self.table.saw(contact)
+        if doubtful is not None and doubtful.id not in self._checking and len(self._checks) < 16:
+            self._checking.add(doubtful.id)
+            task = asyncio.ensure_future(self._check(doubtful, contact))
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+
+    async def _check(self, doubtful: Contact, newcomer: Contact) -> None:
+        """The oldest of a full bucket stays if it lives; else the newcomer takes its place."""
+        try:
+            await self._rpc.call(doubtful, Ping(digest=0), Ack, self._config.lookup_timeout_s)
+            self.table.saw(doubtful)
+        except CallFailed:
+            self.table.remove(doubtful.id)
+            self.table.saw(newcomer)
+        finally:
+            self._checking.discard(doubtful.id)
+
+    def gone(self, peer: bytes) -> None:
+        self.table.remove(peer)
+
+    async def find(self, target: bytes, wanted: int | None = None) -> list[Contact]:
+        """The closest peers to a key, nearest first; this peer counts among them."""
+        count = wanted or self._config.lookup_wanted
+        config = self._config
+        start = self.table.closest(target, max(config.lookup_width, count))
+        lookup = Lookup(target, start, count, config.lookup_width, config.lookup_calls_max)
+        running: dict[asyncio.Task[FoundPeers], Contact] = {}
+        try:
+            while not lookup.over:
+                for contact in lookup.next():
+                    call = self._rpc.call(
+                        contact, FindPeers(target=target), FoundPeers, config.lookup_timeout_s
+                    )
+                    running[asyncio.ensure_future(call)] = contact
+                if not running:
+                    break
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    self._take(lookup, running.pop(task), task)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        found = [*lookup.result(), self._rpc.me]
+        found.sort(key=lambda c: distance(c.id, target))
+        return found[:count]
+
+    def _take(self, lookup: Lookup, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
+        try:
+            answer = task.result()
+        except CallFailed:
+            self.table.missed(contact.id)
+            lookup.failed(contact.id)
+        else:
+            self.table.saw(contact)
+            lookup.answered(contact.id, (c for c in answer.contacts if c.id != self._rpc.me.id))
+
+    def _find_peers(self, sender: Contact, message: FindPeers) -> FoundPeers:
+        closest = self.table.closest(
+            message.target, min(8, self._config.bucket_size), without=(sender.id,)
+        )
+        return FoundPeers(contacts=tuple(closest))
+
+    async def refresh(self) -> None:
+        """Look up oneself, then random keys: fills the buckets near and far. Runs for ever."""
+        while True:
+            await self.find(self._rpc.me.id)
+            await self.find(self._rng.randbytes(20))
+            await asyncio.sleep(self._config.refresh_s * (0.75 + 0.5 * self._rng.random()))

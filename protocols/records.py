@@ -1,0 +1,210 @@
+"""Records: small replicated values under a key, each with an owner, a version and an expiry.
+
+Rules:
+- Under one key every owner has a record of its own: writing appends, and never replaces another's.
+- Of one owner's record the highest version holds; an equal one can only lengthen its life. So a
+  stale holder's copy never replaces a newer one, however late it comes.
+- A record lives as long as its owner republishes it. On the wire stands what is left to live.
+- The peers closest to a key keep it; a peer that joins among them is handed the records, and one
+  that leaves hands them on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from dataclasses import dataclass
+
+from .config import Config
+from .messages import (
+    Contact,
+    FetchedRecords,
+    FetchRecords,
+    Record,
+    StoredRecords,
+    StoreRecords,
+)
+from .overlay.kademlia import Overlay
+from .rpc import CallFailed, Rpc
+
+BATCH_RECORDS = 200
+
+
+def key_of(kind: str, name: str) -> bytes:
+    return hashlib.blake2b(f"{kind}:{name}".encode(), digest_size=20).digest()
+
+
+@dataclass(slots=True)
+class _Kept:
+    version: int
+    expires_at: float
+    value: bytes
+
+
+class Store:
+    """What this peer keeps for others. Pure."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._keys: dict[bytes, dict[bytes, _Kept]] = {}
+        self.count = 0
+
+    def put(self, record: Record, now: float) -> bool:
+        """False if there is no room."""
+        owners = self._keys.get(record.key, {})
+        old = owners.get(record.owner)
+        expires_at = now + min(record.ttl_s, self._config.record_ttl_s)
+        if old is not None:
+            if (record.version, expires_at) > (old.version, old.expires_at):
+                owners[record.owner] = _Kept(record.version, expires_at, record.value)
+            return True
+        if self.count >= self._config.records_max:
+            self.expire(now)
+        if (
+            self.count >= self._config.records_max
+            or len(owners) >= self._config.owners_per_key_max
+            or len(record.value) > self._config.record_bytes_max
+        ):
+            return False
+        self._keys[record.key] = owners
+        owners[record.owner] = _Kept(record.version, expires_at, record.value)
+        self.count += 1
+        return True
+
+    def get(self, key: bytes, now: float) -> list[Record]:
+        return [
+            Record(key=key, owner=owner, version=k.version, ttl_s=k.expires_at - now, value=k.value)
+            for owner, k in self._keys.get(key, {}).items()
+            if k.expires_at > now
+        ]
+
+    def keys(self) -> list[bytes]:
+        return list(self._keys)
+
+    def drop_owner(self, owner: bytes) -> None:
+        """A dead owner's records go with it."""
+        for key, owners in list(self._keys.items()):
+            if owners.pop(owner, None) is not None:
+                self.count -= 1
+                if not owners:
+                    del self._keys[key]
+
+    def expire(self, now: float) -> None:
+        for key, owners in list(self._keys.items()):
+            for owner, kept in list(owners.items()):
+                if kept.expires_at <= now:
+                    del owners[owner]
+                    self.count -= 1
+            if not owners:
+                del self._keys[key]
+
+
+class Records:
+    """The service: publish own records, fetch others', hand over."""
+
+    def __init__(self, rpc: Rpc, overlay: Overlay, rng: random.Random, config: Config) -> None:
+        self.store = Store(config)
+        self._rpc = rpc
+        self._overlay = overlay
+        self._rng = rng
+        self._config = config
+        self._mine: dict[bytes, tuple[int, bytes]] = {}
+        rpc.on(StoreRecords, self._store_records)
+        rpc.on(FetchRecords, self._fetch_records)
+
+    async def publish(self, values: dict[bytes, bytes], version: int) -> None:
+        """Make these this peer's records, until `withdraw`."""
+        for key, value in values.items():
+            self._mine[key] = (version, value)
+        await self._send(list(values))
+
+    async def withdraw(self, keys: list[bytes], version: int) -> None:
+        """An empty value of a higher version, which is not published again, so it expires."""
+        for key in keys:
+            self._mine[key] = (version, b"")
+        await self._send(keys)
+        for key in keys:
+            self._mine.pop(key, None)
+
+    async def fetch(self, key: bytes) -> list[Record]:
+        """Every owner's newest record under the key, as the closest peers have them."""
+        peers = await self._overlay.find(key)
+        found: dict[bytes, Record] = {}
+        message = FetchRecords(keys=(key,))
+        answers = await asyncio.gather(
+            *(self._rpc.call(p, message, FetchedRecords, 1.0) for p in peers),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, FetchedRecords):
+                for record in answer.records:
+                    old = found.get(record.owner)
+                    if record.key == key and (old is None or record.version > old.version):
+                        found[record.owner] = record
+        return [record for record in found.values() if record.value]
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.republish_s * (0.75 + 0.5 * self._rng.random()))
+            self.store.expire(self._now())
+            await self._send(list(self._mine))
+
+    async def hand_over(self, newcomer: Contact) -> None:
+        """A peer joined: give it what it is now among the closest for."""
+        count = self._config.lookup_wanted
+        now = self._now()
+        records = []
+        for key in self.store.keys():
+            closest = self._overlay.table.closest(key, count)
+            if any(c.id == newcomer.id for c in closest):
+                records.extend(self.store.get(key, now))
+        await self._store_at(newcomer, records)
+
+    async def hand_on(self) -> None:
+        """This peer leaves: give all it keeps to those who are closest without it."""
+        now = self._now()
+        batches: dict[bytes, tuple[Contact, list[Record]]] = {}
+        for key in self.store.keys():
+            records = [r for r in self.store.get(key, now) if r.owner != self._rpc.me.id]
+            for contact in self._overlay.table.closest(key, self._config.lookup_wanted):
+                batches.setdefault(contact.id, (contact, []))[1].extend(records)
+        await asyncio.gather(*(self._store_at(c, found) for c, found in batches.values()))
+
+    async def _send(self, keys: list[bytes]) -> None:
+        batches: dict[bytes, tuple[Contact, list[Record]]] = {}
+        for key in keys:
+            if key not in self._mine:
+                continue
+            version, value = self._mine[key]
+            record = Record(
+                key=key,
+                owner=self._rpc.me.id,
+                version=version,
+                ttl_s=self._config.record_ttl_s,
+                value=value,
+            )
+            for contact in await self._overlay.find(key):
+                batches.setdefault(contact.id, (contact, []))[1].append(record)
+        await asyncio.gather(*(self._store_at(c, found) for c, found in batches.values()))
+
+    async def _store_at(self, contact: Contact, records: list[Record]) -> None:
+        for start in range(0, len(records), BATCH_RECORDS):
+            message = StoreRecords(records=tuple(records[start : start + BATCH_RECORDS]))
+            try:
+                await self._rpc.call(contact, message, StoredRecords)
+            except CallFailed:
+                return  # two more holders have them, and they are published again
+
+    def _store_records(self, sender: Contact, message: StoreRecords) -> StoredRecords:
+        now = self._now()
+        return StoredRecords(refused=sum(not self.store.put(r, now) for r in message.records))
+
+    def _fetch_records(self, sender: Contact, message: FetchRecords) -> FetchedRecords:
+        now = self._now()
+        return FetchedRecords(
+            records=tuple(r for k in message.keys for r in self.store.get(k, now))
+        )
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
