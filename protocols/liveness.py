@@ -190,9 +190,9 @@ class Liveness:
 
     def _ping(self, sender: Contact, message: Ping) -> Ack:
         self._hear(message.rumours)
-        if message.digest and message.digest != self._members.digest:
-            if self._members.get(sender.id) is None:
-                self._disagree(sender)
+        differs = message.digest and message.digest != self._members.digest
+        if differs and self._members.get(sender.id) is None:
+            self._disagree(sender)
         return Ack(digest=self._members.digest, rumours=self._members.rumours())
 
     async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:

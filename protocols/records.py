@@ -79,16 +79,8 @@ class Store:
             if k.expires_at > now
         ]
 
-    def keys(self) -> list[bytes]:
+    def kept_keys(self) -> list[bytes]:
         return list(self._keys)
-
-    def drop_owner(self, owner: bytes) -> None:
-        """A dead owner's records go with it."""
-        for key, owners in list(self._keys.items()):
-            if owners.pop(owner, None) is not None:
-                self.count -= 1
-                if not owners:
-                    del self._keys[key]
 
     def expire(self, now: float) -> None:
         for key, owners in list(self._keys.items()):
@@ -155,7 +147,7 @@ class Records:
         count = self._config.lookup_wanted
         now = self._now()
         records = []
-        for key in self.store.keys():
+        for key in self.store.kept_keys():
             closest = self._overlay.table.closest(key, count)
             if any(c.id == newcomer.id for c in closest):
                 records.extend(self.store.get(key, now))
@@ -165,8 +157,8 @@ class Records:
         """This peer leaves: give all it keeps to those who are closest without it."""
         now = self._now()
         batches: dict[bytes, tuple[Contact, list[Record]]] = {}
-        for key in self.store.keys():
-            records = [r for r in self.store.get(key, now) if r.owner != self._rpc.me.id]
+        for key in self.store.kept_keys():
+            records = self.store.get(key, now)
             for contact in self._overlay.table.closest(key, self._config.lookup_wanted):
                 batches.setdefault(contact.id, (contact, []))[1].extend(records)
         await asyncio.gather(*(self._store_at(c, found) for c, found in batches.values()))

@@ -1,0 +1,265 @@
+"""A peer's own decision about its own capacity: reserve → commit → release.
+
+Rules, and why nothing is ever over-booked:
+- Capacity is integers. What runs and what immediate leases hold never sums to more than there is.
+- A lease is for one unit and expires by itself: a home that dies after reserving costs a few
+  seconds of room. Committing an expired or unknown lease is refused.
+- An immediate lease begins to run when it is committed. A queued lease waits its turn in one queue,
+  earliest deadline first; units without a deadline count as due a fixed time after they came.
+- The queue is short (in seconds of estimated work): it hides a round trip, it is no backlog.
+- A unit at the queue's head that does not fit yet may be overtaken by smaller ones for a moment
+  only; then the peer drains for it. So a large unit never starves. `hold` asks for such a place.
+- A queued unit that has not begun in time is handed back, to be placed elsewhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from .config import Config
+from .matching import plus, slots, unmet
+from .messages import Capacity, Grant, Room, Traits
+
+#: units without a deadline are due this long after they came: first come, first served
+NO_DEADLINE_S = 7 * 86400.0
+
+
+@dataclass(slots=True)
+class _Lease:
+    home: bytes
+    needs: Capacity
+    expires_at: float
+    queued: bool
+    runtime_s: float
+    due_at: float
+    hold: bool
+
+
+@dataclass(order=True, slots=True)
+class _Queued:
+    due_at: float
+    order: int
+    unit: Hashable = field(compare=False)
+    needs: Capacity = field(compare=False)
+    runtime_s: float = field(compare=False)
+    since: float = field(compare=False)
+    hand_back_at: float = field(compare=False)
+
+
+class Admission:
+    def __init__(self, capacity: Capacity, traits: Traits, config: Config) -> None:
+        self.capacity = capacity
+        self.traits = traits
+        self.closed = ""  # why nothing is accepted any more
+        self._config = config
+        self._free = capacity
+        self._leases: dict[int, _Lease] = {}
+        self._running: dict[Hashable, Capacity] = {}
+        self._queue: list[_Queued] = []
+        self._wishes: dict[bytes, float] = {}
+        self._next_lease = 1
+        self._order = 0
+
+    # ----------------------------------------------------------------- asking
+
+    def reserve(self, home: bytes, room: Room, now: float) -> Grant:
+        if self.closed:
+            return Grant(refusal=self.closed)
+        missing = unmet(self.capacity, self.traits, room.needs)
+        if missing:
+            return Grant(refusal="has no " + ", ".join(missing))
+        self.expire(now)
+        left = max(0, self._config.leases_max - len(self._leases))
+        count = min(room.count, left)
+        immediate = min(count, slots(self._free, room.needs.capacity))
+        if self._queue and now - self._queue[0].since > self._config.backfill_s_max:
+            immediate = 0  # draining for the unit at the head
+        queued, wait_s = 0, 0.0
+        if immediate < count and (room.queue or room.hold):
+            queued, wait_s = self._queue_room(room, count - immediate)
+        ids = []
+        for index in range(immediate + queued):
+            ids.append(self._lease(home, room, index >= immediate, now))
+        refusal = ""
+        if immediate + queued < room.count:
+            refusal = f"busy: {len(self._running)} running, {len(self._queue)} queued"
+            self._wish(home, now)
+        return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
+
+    def _queue_room(self, room: Room, count: int) -> tuple[int, float]:
+        """How many may wait here, and the guess how long the last of them will."""
+        waiting = len(self._queue) + sum(lease.queued for lease in self._leases.values())
+        by_count = max(0, self._config.queue_units_max - waiting)
+        share = max(1, room.needs.capacity.millicores) / max(1, self.capacity.millicores)
+        ahead_s = self._backlog_s()
+        if room.hold:
+            holds = sum(lease.hold for lease in self._leases.values()) + len(self._queue)
+            return min(1 if holds < self._config.holds_max else 0, count, by_count), ahead_s
+        if room.runtime_s is None:
+            return 0, ahead_s
+        each_s = max(1e-5, room.runtime_s * share)
+        by_time = max(0, int((self._config.queue_s_max - ahead_s) / each_s))
+        granted = min(count, by_count, by_time)
+        return granted, ahead_s + granted * each_s
+
+    def _backlog_s(self) -> float:
+        total = max(1, self.capacity.millicores)
+        work = sum(q.runtime_s * q.needs.millicores for q in self._queue)
+        work += sum(
+            lease.runtime_s * lease.needs.millicores
+            for lease in self._leases.values()
+            if lease.queued
+        )
+        return work / total
+
+    def _lease(self, home: bytes, room: Room, queued: bool, now: float) -> int:
+        lease = self._next_lease
+        self._next_lease += 1
+        due_in = NO_DEADLINE_S if room.deadline_in_s is None else room.deadline_in_s
+        if not queued:
+            self._free = plus(self._free, room.needs.capacity, -1)
+        self._leases[lease] = _Lease(
+            home,
+            room.needs.capacity,
+            now + self._config.lease_ttl_s,
+            queued,
+            room.runtime_s or 0.0,
+            now + due_in,
+            room.hold and queued,
+        )
+        return lease
+
+    # ----------------------------------------------------------------- deciding
+
+    def commit(self, home: bytes, lease_id: int, unit: Hashable, now: float) -> str:
+        """`run` (it may begin), `wait` (it is queued), or why not."""
+        self.expire(now)
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.home != home:
+            return "the lease has expired"
+        if unit in self._running or any(q.unit == unit for q in self._queue):
+            return "it is here already"
+        del self._leases[lease_id]
+        if not lease.queued:
+            self._running[unit] = lease.needs
+            return "run"
+        self._order += 1
+        ahead_s = self._backlog_s()
+        patience_s = max(self._config.patience_s_min, 4 * ahead_s)
+        entry = _Queued(
+            lease.due_at,
+            self._order,
+            unit,
+            lease.needs,
+            lease.runtime_s,
+            now,
+            now + (NO_DEADLINE_S if lease.hold else patience_s),
+        )
+        bisect.insort(self._queue, entry)
+        return "wait"
+
+    def starts(self, now: float) -> list[Hashable]:
+        """Queued units that may begin now; they count as running from here on."""
+        self.expire(now)
+        found: list[Hashable] = []
+        blocked = False
+        for entry in list(self._queue):
+            if slots(self._free, entry.needs) > 0:
+                self._queue.remove(entry)
+                self._free = plus(self._free, entry.needs, -1)
+                self._running[entry.unit] = entry.needs
+                found.append(entry.unit)
+            elif not blocked:
+                blocked = True
+                if now - entry.since > self._config.backfill_s_max:
+                    break
+            if self._free.millicores <= 0:
+                break
+        return found
+
+    def release(self, unit: Hashable) -> bool:
+        """It ended, was cancelled, or is handed back; True if it was here."""
+        needs = self._running.pop(unit, None)
+        if needs is not None:
+            self._free = plus(self._free, needs)
+            return True
+        for entry in self._queue:
+            if entry.unit == unit:
+                self._queue.remove(entry)
+                return True
+        return False
+
+    def give_back(self, home: bytes, leases: tuple[int, ...]) -> None:
+        for lease_id in leases:
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.home == home:
+                self._drop(lease_id)
+
+    def expire(self, now: float) -> None:
+        # leases live equally long, so the oldest expires first
+        while self._leases:
+            lease_id, lease = next(iter(self._leases.items()))
+            if lease.expires_at > now:
+                return
+            self._drop(lease_id)
+
+    def _drop(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id)
+        if not lease.queued:
+            self._free = plus(self._free, lease.needs)
+
+    def overdue(self, now: float) -> list[Hashable]:
+        """Queued units to hand back: what was promised to be soon was not."""
+        return [q.unit for q in self._queue if q.hand_back_at <= now]
+
+    def queued_units(self) -> list[Hashable]:
+        return [q.unit for q in self._queue]
+
+    # ----------------------------------------------------------------- telling
+
+    def _wish(self, home: bytes, now: float) -> None:
+        self._wishes.pop(home, None)
+        if len(self._wishes) < self._config.vacancy_wishes_max:
+            self._wishes[home] = now + self._config.vacancy_ttl_s
+
+    def take_wish(self, now: float) -> bytes | None:
+        """The home that was refused longest ago and still wants, if there is room to offer it."""
+        if self._queue or self._free.millicores <= 0 or self.closed:
+            return None
+        while self._wishes:
+            home = next(iter(self._wishes))
+            if self._wishes.pop(home) > now:
+                return home
+        return None
+
+    @property
+    def free(self) -> Capacity:
+        return self._free
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def next_event_at(self) -> float | None:
+        """When something changes by itself: a lease expires, or a unit is to be handed back."""
+        times = [next(iter(self._leases.values())).expires_at] if self._leases else []
+        times += [q.hand_back_at for q in self._queue]
+        return min(times, default=None)
+
+    def sanity_check(self) -> None:
+        """What must hold after every step."""
+        used = self._free
+        for needs in self._running.values():
+            used = plus(used, needs)
+        for lease in self._leases.values():
+            if not lease.queued:
+                used = plus(used, lease.needs)
+        assert used == self.capacity, f"capacity leaked: {used} of {self.capacity}"
+        assert min(self._free.fields()) >= 0, f"over-booked: {self._free}"
+        assert self._queue == sorted(self._queue), "the queue is out of order"

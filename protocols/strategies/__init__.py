@@ -1,0 +1,1 @@
+"""The strategies: each one file or folder, knowing nothing of the others."""

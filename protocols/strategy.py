@@ -1,0 +1,76 @@
+"""What a strategy is: it takes units, and gives back where each may run, as leases come.
+
+A strategy can be wrong, late or stale: the lease was granted by the peer itself, so nothing is
+over-booked; and a unit it has placed is its caller's again, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .messages import AttemptKey, Capacity, Contact, Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is placed at once."""
+
+    key: AttemptKey
+    needs: Needs
+    rank: float = 0.0  # seconds of work that hang on it: higher goes first
+    runtime_s: float | None = None
+    deadline_at: float | None = None  # on this peer's monotonic clock
+    avoid: frozenset[bytes] = frozenset()  # peers it failed at: only if there is no other
+
+
+@dataclass(slots=True)
+class Placement:
+    """Why a unit went where it went: kept with the attempt, shown by `why`."""
+
+    strategy: str
+    asked: list[tuple[bytes, int, str]] = field(default_factory=list)  # peer, granted, refusal
+    matching: int = 0
+    known: int = 0
+    why: str = ""
+
+    def to_row(self) -> dict[str, object]:
+        return {
+            "strategy": self.strategy,
+            "known": self.known,
+            "matching": self.matching,
+            "asked": [
+                {"peer": peer.hex(), "offered": granted, "refusal": refusal}
+                for peer, granted, refusal in self.asked
+            ],
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    unit: Unit
+    peer: Contact
+    lease: int
+    placement: Placement
+
+
+OnPlaced = Callable[[list[Placed]], None]
+
+
+class Strategy(Protocol):
+    name: str
+
+    def add(self, units: Iterable[Unit]) -> None:
+        """Place these; each comes out of `on_placed` once, unless it is withdrawn."""
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None: ...
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        """In words, what keeps this unit; None if it is not here."""
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        """A peer has said that it has room."""
+
+    async def run(self) -> None: ...
