@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Config:
     # --- calls
-    datagram_bytes_max: int = 1200  # fits every path's MTU with the seal's 52 bytes
+    datagram_bytes_max: int = 1200  # with the seal around it: fits every path's MTU
     message_bytes_max: int = 4 * 2**20  # anything larger is split by its sender
     call_timeout_s: float = 5.0
     retry_first_s: float = 0.25  # before a round trip to that peer has been measured

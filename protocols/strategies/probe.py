@@ -112,7 +112,8 @@ class Probe:
             if group is None:
                 group = self._groups[unit.needs] = _Group(unit.needs, oldest_at=now)
             self._order += 1
-            heapq.heappush(group.heap, (-unit.rank, self._order, unit))
+            # a second of waiting weighs as much as a second of work behind it: none starves
+            heapq.heappush(group.heap, (now - unit.rank, self._order, unit))
             group.left += 1
             self._units[unit.key] = group
         self._wake.set()

@@ -1,0 +1,279 @@
+"""Files by the hash of their content, on this peer's disk, within a quota.
+
+Rules:
+- A blob appears whole or not at all: written beside, synced, then renamed to its name.
+- What comes from outside is hashed while it is written, and kept only if the hash is right.
+- The quota counts what is being written too: a write that would not fit is refused before it
+  begins. Copies fetched from other peers make room, least recently used first; blobs that were
+  made or uploaded here stay until their retention is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+
+
+class BlobError(Exception):
+    """A blob could not be kept; `status` is what HTTP says for it."""
+
+    status = 500
+
+
+class QuotaFull(BlobError):
+    status = 507
+
+
+class TooLarge(BlobError):
+    status = 413
+
+
+class WrongHash(BlobError):
+    status = 422
+
+
+@dataclass(slots=True)
+class _Blob:
+    size: int
+    copy: bool  # fetched from elsewhere: may go when room is needed
+    pins: int = 0
+
+
+class Blobs:
+    def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
+        self.quota_bytes = quota_bytes
+        self.blob_bytes_max = blob_bytes_max
+        self._root = directory / "blobs"
+        self._parts = directory / "parts"
+        shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
+        self._parts.mkdir(mode=0o700, parents=True)
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        self._known: dict[bytes, _Blob] = dict(sorted(self._scan()))
+        self.used_bytes = sum(blob.size for blob in self._known.values())
+
+    def _scan(self) -> Iterator[tuple[bytes, _Blob]]:
+        for shelf in self._root.iterdir():
+            for path in shelf.iterdir():
+                with contextlib.suppress(ValueError):
+                    copy = path.suffix == ".copy"
+                    yield bytes.fromhex(path.name[:64]), _Blob(path.stat().st_size, copy)
+
+    def __contains__(self, hash: bytes) -> bool:
+        return hash in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def size(self, hash: bytes) -> int | None:
+        blob = self._known.get(hash)
+        return blob.size if blob else None
+
+    def path(self, hash: bytes) -> Path:
+        blob = self._known[hash]
+        self._known[hash] = self._known.pop(hash)  # most recently used last
+        return self._place(hash, blob.copy)
+
+    def _place(self, hash: bytes, copy: bool) -> Path:
+        name = hash.hex()
+        return self._root / name[:2] / (name + ".copy" if copy else name)
+
+    @contextlib.contextmanager
+    def pinned(self, hashes: list[bytes]) -> Iterator[None]:
+        """While these are needed they are not evicted."""
+        held = [self._known[h] for h in hashes if h in self._known]
+        for blob in held:
+            blob.pins += 1
+        try:
+            yield
+        finally:
+            for blob in held:
+                blob.pins -= 1
+
+    # ----------------------------------------------------------------- room
+
+    def _reserve(self, size: int) -> None:
+        if size > self.blob_bytes_max:
+            raise TooLarge(f"{size:,} bytes; a file has at most {self.blob_bytes_max:,} here")
+        if self.used_bytes + size > self.quota_bytes:
+            self._evict(self.used_bytes + size - self.quota_bytes)
+        if self.used_bytes + size > self.quota_bytes:
+            raise QuotaFull(
+                f"{size:,} bytes do not fit: {self.used_bytes:,} of the disk quota of "
+                f"{self.quota_bytes:,} are used"
+            )
+        self.used_bytes += size
+
+    def _evict(self, wanted: int) -> None:
+        for hash, blob in list(self._known.items()):
+            if wanted <= 0:
+                return
+            if blob.copy and not blob.pins:
+                wanted -= blob.size
+                self.drop(hash)
+
+    def drop(self, hash: bytes) -> None:
+        blob = self._known.pop(hash, None)
+        if blob is not None:
+            self._place(hash, blob.copy).unlink(missing_ok=True)
+            self.used_bytes -= blob.size
+
+    def drop_older_than(self, at: float) -> int:
+        """Retention: what nobody touched since then."""
+        old = []
+        for hash, blob in self._known.items():
+            with contextlib.suppress(OSError):
+                if not blob.pins and self._place(hash, blob.copy).stat().st_mtime < at:
+                    old.append(hash)
+        for hash in old:
+            self.drop(hash)
+        return len(old)
+
+    # ----------------------------------------------------------------- in
+
+    def new_part(self) -> Path:
+        return self._parts / secrets.token_hex(12)
+
+    async def put(self, data: bytes, copy: bool = False) -> bytes:
+        """Small content that is in memory already."""
+        hash = hashlib.sha256(data).digest()
+        if hash in self._known:
+            return hash
+        self._reserve(len(data))
+        part = self.new_part()
+        try:
+            await asyncio.to_thread(_write, part, data)
+            await asyncio.to_thread(self._settle, part, hash, copy)
+        except OSError as error:
+            self.used_bytes -= len(data)
+            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+        finally:
+            part.unlink(missing_ok=True)
+        self._keep(hash, len(data), copy)
+        return hash
+
+    async def receive(
+        self, chunks: AsyncIterator[bytes], expected: bytes, announced: int | None
+    ) -> int:
+        """A stream from outside, whose hash must be right. Nothing is left of a bad one."""
+        if announced is not None and announced > self.blob_bytes_max:
+            raise TooLarge(f"{announced:,} bytes; at most {self.blob_bytes_max:,} are taken")
+        reserved = size = 0
+        part = self.new_part()
+        digest = hashlib.sha256()
+        kept = False
+        try:
+            with part.open("wb") as file:
+                async for chunk in chunks:
+                    if size + len(chunk) > reserved:
+                        more = max(len(chunk), (announced or 0) - reserved)
+                        if size + len(chunk) > self.blob_bytes_max:
+                            raise TooLarge(f"at most {self.blob_bytes_max:,} bytes are taken")
+                        self._reserve(more)
+                        reserved += more
+                    size += len(chunk)
+                    digest.update(chunk)
+                    await asyncio.to_thread(file.write, chunk)
+                await asyncio.to_thread(_sync, file.fileno(), file.flush)
+            if digest.digest() != expected:
+                raise WrongHash(
+                    f"the content's hash is sha256:{digest.hexdigest()}, not what was named"
+                )
+            if expected not in self._known:
+                await asyncio.to_thread(self._settle, part, expected, False)
+                self.used_bytes += size - reserved
+                self._keep(expected, size, False)
+                kept = True
+        except OSError as error:
+            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+        finally:
+            if not kept:
+                self.used_bytes -= reserved
+            part.unlink(missing_ok=True)
+        return size
+
+    async def adopt(self, path: Path, copy: bool = False) -> tuple[bytes, int]:
+        """A file on this disk becomes a blob; the file is gone afterwards."""
+        size = path.stat().st_size
+        self._reserve(size)
+        kept = False
+        try:
+            hash = await asyncio.to_thread(hash_file, path)
+            if hash in self._known:
+                path.unlink()
+                return hash, size
+            await asyncio.to_thread(self._settle, path, hash, copy)
+            kept = True
+        except OSError as error:
+            raise BlobError(f"{path.name}: {error.strerror}") from None
+        finally:
+            if not kept:
+                self.used_bytes -= size
+        self._keep(hash, size, copy)
+        return hash, size
+
+    def _settle(self, part: Path, hash: bytes, copy: bool) -> None:
+        place = self._place(hash, copy)
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(part, os.O_RDONLY)
+        try:
+            os.fchmod(fd, 0o400)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        part.replace(place)
+
+    def _keep(self, hash: bytes, size: int, copy: bool) -> None:
+        if hash in self._known:  # two wrote the same content at once: count it once
+            self.used_bytes -= size
+        else:
+            self._known[hash] = _Blob(size, copy)
+
+    # ----------------------------------------------------------------- out
+
+    async def read(self, hash: bytes, offset: int, length: int) -> bytes:
+        return await asyncio.to_thread(_read, self.path(hash), offset, length)
+
+    async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+        while start < end:
+            data = await self.read(hash, start, min(CHUNK_BYTES, end - start))
+            if not data:
+                raise BlobError("the file is shorter than it was")
+            start += len(data)
+            yield data
+
+
+def hash_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A copy of one's own: a task that writes to its input must not write to the blob."""
+    with source.open("rb") as a, target.open("xb") as b:
+        shutil.copyfileobj(a, b, CHUNK_BYTES)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _sync(fd: int, flush: object) -> None:
+    flush()  # type: ignore[operator]
+    os.fdatasync(fd)
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, length, offset)
+    finally:
+        os.close(fd)

@@ -1,0 +1,153 @@
+"""One SQLite database per peer, and one thread that writes it.
+
+Writes that wait together are committed together, with one sync (`synchronous=FULL`): that is how a
+batch costs what one costs. A write's future resolves when it is on disk; nothing is acknowledged
+before. Reads have a connection of their own (WAL: they never wait for the writer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Statement = tuple[str, Sequence[Any]]
+BATCH_MAX = 512
+
+_SCHEMA = """
+create table if not exists meta (key text primary key, value) without rowid;
+create table if not exists workflows (
+    id text primary key, name text not null, owner text not null, state text not null,
+    submitted_at real not null, ended_at real, tasks integer not null,
+    idempotency text unique, document blob not null, options text not null
+) without rowid;
+create index if not exists workflows_by_time on workflows (submitted_at desc, id);
+create table if not exists entries (
+    workflow text not null, seq integer not null, at real not null, kind text not null,
+    body blob not null, primary key (workflow, seq)
+) without rowid;
+create table if not exists outcomes (
+    workflow text not null, task text not null, number integer not null, home blob not null,
+    at real not null, body blob not null, primary key (workflow, task, number)
+) without rowid;
+create table if not exists peers (id blob primary key, member blob not null) without rowid;
+"""
+
+
+class DatabaseError(Exception):
+    """It could not be written: the disk is full or broken."""
+
+
+class Database:
+    def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        self.syncs = 0
+        self.writes = 0
+        self._loop = asyncio.get_running_loop()
+        self._path = path
+        self._queue: queue.SimpleQueue[tuple[list[Statement], asyncio.Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._reader = self._connect()
+        self._reader.executescript(_SCHEMA)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._write_all, name="database", daemon=True)
+        self._thread.start()
+        self._open = True
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        connection.execute("pragma journal_mode=wal")
+        connection.execute("pragma synchronous=full")
+        connection.execute("pragma busy_timeout=10000")
+        connection.execute("pragma journal_size_limit=16777216")
+        return connection
+
+    async def write(self, statements: list[Statement]) -> None:
+        """All of them or none, and on disk when this returns."""
+        if not self._open:
+            raise DatabaseError("the database is closed")
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._queue.put((statements, future))
+        await asyncio.shield(future)
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self._lock:
+            return self._reader.execute(sql, values).fetchall()
+
+    async def read_later(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """For what may be long: in a thread."""
+        return await asyncio.to_thread(self.read, sql, values)
+
+    # ----------------------------------------------------------------- the writer's thread
+
+    def _write_all(self) -> None:
+        connection = self._connect()
+        while True:
+            batch = [self._queue.get()]
+            while len(batch) < BATCH_MAX and not self._queue.empty():
+                batch.append(self._queue.get())
+            last = None in batch
+            rows = [row for row in batch if row is not None]
+            results = self._commit(connection, rows)
+            try:
+                self._loop.call_soon_threadsafe(_resolve, results)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                last = True
+            if last:
+                connection.close()
+                return
+
+    def _commit(
+        self,
+        connection: sqlite3.Connection,
+        rows: list[tuple[list[Statement], asyncio.Future[None]]],
+    ) -> list[tuple[asyncio.Future[None], Exception | None]]:
+        if not rows:
+            return []
+        error = self._transaction(connection, [s for statements, _ in rows for s in statements])
+        if error is None:
+            return [(future, None) for _, future in rows]
+        if len(rows) == 1:
+            return [(rows[0][1], error)]
+        # one of them is bad: each by itself, so that it alone fails
+        return [(f, self._transaction(connection, statements)) for statements, f in rows]
+
+    def _transaction(
+        self, connection: sqlite3.Connection, statements: list[Statement]
+    ) -> Exception | None:
+        try:
+            connection.execute("begin immediate")
+            for sql, values in statements:
+                connection.execute(sql, values)
+            connection.execute("commit")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.execute("rollback")
+            if isinstance(error, sqlite3.IntegrityError):
+                return error
+            return DatabaseError(str(error))
+        self.syncs += 1
+        self.writes += len(statements)
+        return None
+
+    async def close(self) -> None:
+        self._open = False
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join, 10)
+        self._reader.close()
+
+
+def _resolve(results: list[tuple[asyncio.Future[None], Exception | None]]) -> None:
+    for future, error in results:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

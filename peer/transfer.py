@@ -1,0 +1,163 @@
+"""Files from other peers: in ranges, from any holder, kept only if the hash is right.
+
+One transfer a blob at a time, however many wait for it. A holder that fails or lies is passed over
+and the next one asked; holders come from the task's own list, then from the catalog's records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from protocols.members import Members
+from protocols.messages import BlobPart, Contact, File, ReadBlob
+from protocols.records import Records, key_of
+from protocols.rpc import CallFailed, Refused, Rpc
+
+from .blobs import BlobError, Blobs, hash_file
+
+log = logging.getLogger("valence.transfer")
+
+RANGE_BYTES = 512 * 1024
+RANGES_AT_ONCE = 4
+TRANSFERS_MAX = 16
+
+
+class Unavailable(BlobError):
+    """No holder could give it."""
+
+    status = 503
+
+
+class Transfer:
+    def __init__(self, rpc: Rpc, blobs: Blobs, members: Members, records: Records) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rpc = rpc
+        self._blobs = blobs
+        self._members = members
+        self._records = records
+        self._under_way: dict[bytes, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(TRANSFERS_MAX)
+        rpc.on(ReadBlob, self._read_blob)
+
+    async def _read_blob(self, sender: Contact, message: ReadBlob) -> BlobPart:
+        size = self._blobs.size(message.hash)
+        if size is None:
+            raise Refused("missing", "this peer does not hold that blob")
+        if message.offset >= size:
+            return BlobPart(size=size, data=b"")
+        data = await self._blobs.read(message.hash, message.offset, message.length)
+        self.counts["bytes_served"] += len(data)
+        return BlobPart(size=size, data=data)
+
+    async def fetch(self, file: File) -> None:
+        """After this the blob is here; or `BlobError`."""
+        while file.hash not in self._blobs:
+            task = self._under_way.get(file.hash)
+            if task is None:
+                task = asyncio.ensure_future(self._fetch(file))
+                self._under_way[file.hash] = task
+                task.add_done_callback(lambda _: self._under_way.pop(file.hash, None))
+            await asyncio.shield(task)
+
+    async def announce(self, hash: bytes, version: int) -> None:
+        """To the catalog: this peer holds it."""
+        await self._records.publish({key_of("blob", hash.hex()): self._rpc.me.id}, version)
+
+    async def find(self, hash: bytes) -> list[bytes]:
+        """Holders by the catalog."""
+        found = await self._records.fetch(key_of("blob", hash.hex()))
+        return [r.owner for r in found if self._members.is_here(r.owner)]
+
+    async def _holders(self, file: File) -> AsyncIterator[Contact]:
+        tried: set[bytes] = {self._rpc.me.id}
+        for source in (file.holders, None):
+            holders = list(await self.find(file.hash)) if source is None else list(source)
+            # those believed here first; one believed dead may still be the last hope
+            holders.sort(key=lambda p: not self._members.is_here(p))
+            for holder in holders:
+                contact = self._members.contact(holder)
+                if contact is not None and holder not in tried:
+                    tried.add(holder)
+                    yield contact
+
+    async def _fetch(self, file: File) -> None:
+        reasons = []
+        async with self._slots:
+            async for holder in self._holders(file):
+                try:
+                    await self._fetch_from(holder, file)
+                except CallFailed as error:
+                    reasons.append(f"{holder.id.hex()[:8]}: {error}")
+                except BlobError as error:
+                    self.counts["corrupt"] += 1
+                    reasons.append(f"{holder.id.hex()[:8]}: {error}")
+                    if error.status in (507, 413):
+                        raise
+                else:
+                    return
+        why = "; ".join(reasons) or "nobody is known to hold it"
+        raise Unavailable(f"{file.name}: no holder could give it ({why})")
+
+    async def _fetch_from(self, holder: Contact, file: File) -> None:
+        part = self._blobs.new_part()
+        try:
+            with part.open("wb") as out:
+                async for data in self.stream(holder, file.hash, 0, file.size):
+                    await asyncio.to_thread(out.write, data)
+            found = await asyncio.to_thread(hash_file, part)
+            if found != file.hash:
+                raise BlobError("its content is not what its name says")
+            await self._blobs.adopt(part, copy=True)
+            self.counts["bytes_fetched"] += file.size
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def stream(
+        self, holder: Contact, hash: bytes, start: int, end: int
+    ) -> AsyncIterator[bytes]:
+        """Ranges in order, several asked for ahead."""
+        ahead: list[asyncio.Task[BlobPart]] = []
+        position = start
+        try:
+            while position < end or ahead:
+                while position < end and len(ahead) < RANGES_AT_ONCE:
+                    length = min(RANGE_BYTES, end - position)
+                    message = ReadBlob(hash=hash, offset=position, length=length)
+                    call = self._rpc.call(holder, message, BlobPart, 20.0)
+                    ahead.append(asyncio.ensure_future(call))
+                    position += length
+                answer = await ahead.pop(0)
+                if not answer.data:
+                    raise Refused("short", "the holder's file is shorter than announced")
+                yield answer.data
+        finally:
+            for task in ahead:
+                task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
+        """For a user: from this disk, or passed through from a holder, the next where one fails."""
+        if file.hash in self._blobs:
+            async for data in self._blobs.chunks(file.hash, start, end):
+                yield data
+            return
+        reasons = []
+        async for holder in self._holders(file):
+            try:
+                async for data in self.stream(holder, file.hash, start, end):
+                    start += len(data)
+                    yield data
+                return
+            except CallFailed as error:
+                reasons.append(str(error))
+        why = "; ".join(reasons) or "nobody is known to hold it"
+        raise Unavailable(f"{file.name}: no holder could give it ({why})")
+
+    async def close(self) -> None:
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,141 @@
+"""A warm worker: a process that runs Python calls, one after the other, until it is ended.
+
+A value that JSON can say exactly travels as JSON, so that people and other languages can read it;
+any other is pickled, and only ever unpickled here, in a process that runs the user's code anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgpack
+
+from .nursery import LENGTH
+
+INLINE_BYTES_MAX = 16 * 1024
+TRACEBACK_CHARS_MAX = 8000
+
+
+def exact(value: Any, depth: int = 0) -> bool:
+    """Would JSON give back just this?"""
+    if value is None or type(value) in (bool, int, str):
+        return True
+    if type(value) is float:
+        return value == value and value not in (float("inf"), float("-inf"))
+    if depth > 50:
+        return False
+    if type(value) is list:
+        return all(exact(v, depth + 1) for v in value)
+    if type(value) is dict:
+        return all(type(k) is str and exact(v, depth + 1) for k, v in value.items())
+    return False
+
+
+def dump(value: Any) -> tuple[str, bytes]:
+    if exact(value):
+        with contextlib.suppress(ValueError, UnicodeEncodeError):
+            return "json", json.dumps(value, ensure_ascii=False).encode()
+    return "pickle", pickle.dumps(value, protocol=5)
+
+
+def load(encoding: str, data: bytes) -> Any:
+    return json.loads(data) if encoding == "json" else pickle.loads(data)
+
+
+def _value(row: list[Any]) -> Any:
+    encoding, data, path = row
+    if path:
+        with open(path, "rb") as file:
+            data = file.read()
+    return load(encoding, data)
+
+
+def substitute(value: Any, results: dict[str, Any]) -> Any:
+    """`{result: name}` → the value it stands for."""
+    if isinstance(value, dict):
+        if set(value) == {"result"} and value["result"] in results:
+            return results[value["result"]]
+        return {k: substitute(v, results) for k, v in value.items()}
+    if isinstance(value, list):
+        return [substitute(v, results) for v in value]
+    return value
+
+
+def resolve(call: str) -> Any:
+    module, _, name = call.partition(":")
+    target = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    results = {}
+    for name, many, rows in request["references"]:
+        values = [_value(row) for row in rows]
+        results[name] = values if many else values[0]
+    args, kwargs = msgpack.unpackb(request["arguments"], strict_map_key=False)
+    function = resolve(request["call"])
+    value = function(*substitute(args, results), **substitute(kwargs, results))
+    encoding, data = dump(value)
+    if len(data) <= INLINE_BYTES_MAX:
+        return {"ok": True, "encoding": encoding, "data": data}
+    with open(request["value_path"], "wb") as file:
+        file.write(data)
+    return {"ok": True, "encoding": encoding, "data": b"", "path": request["value_path"]}
+
+
+def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
+    os.ftruncate(log, 0)
+    os.lseek(log, 0, os.SEEK_SET)
+    before = dict(os.environ)
+    try:
+        if request["cwd"]:
+            os.chdir(request["cwd"])
+        os.environ.update(request["env"])
+        answer = run(request)
+    except SystemExit as error:
+        answer = {"ok": False, "error": f"the call ended its process: exit({error.code})"}
+    except BaseException as error:
+        last = "".join(traceback.format_exception_only(error)).strip()
+        sys.stderr.write("".join(traceback.format_exception(error))[-TRACEBACK_CHARS_MAX:])
+        answer = {"ok": False, "error": last[-1000:]}
+    finally:
+        if os.environ != before:
+            os.environ.clear()
+            os.environ.update(before)
+        if request["cwd"]:
+            os.chdir("/")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    size = os.fstat(log).st_size
+    kept = os.pread(log, min(size, request["log_bytes_max"]), 0) if size else b""
+    return {**answer, "log": kept, "truncated": size > len(kept)}
+
+
+def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:
+    log = os.open(log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.unlink(log_path)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.path[:] = path
+    os.chdir("/")
+    stream = channel.makefile("rb")
+    while True:
+        head = stream.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return
+        request = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]), strict_map_key=False)
+        packed = msgpack.packb(_attempt(request, log))
+        channel.sendall(LENGTH.pack(len(packed)) + packed)
