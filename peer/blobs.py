@@ -112,6 +112,11 @@ class Blobs:
             )
         self.used_bytes += size
 
+    def make_room(self, size: int) -> None:
+        """Refuse now what would be refused at the end of a long transfer."""
+        self._reserve(size)
+        self.used_bytes -= size
+
     def _evict(self, wanted: int) -> None:
         for hash, blob in list(self._known.items()):
             if wanted <= 0:
@@ -200,13 +205,15 @@ class Blobs:
             part.unlink(missing_ok=True)
         return size
 
-    async def adopt(self, path: Path, copy: bool = False) -> tuple[bytes, int]:
+    async def adopt(
+        self, path: Path, copy: bool = False, hashed: bytes | None = None
+    ) -> tuple[bytes, int]:
         """A file on this disk becomes a blob; the file is gone afterwards."""
         size = path.stat().st_size
         self._reserve(size)
         kept = False
         try:
-            hash = await asyncio.to_thread(hash_file, path)
+            hash = hashed or await asyncio.to_thread(hash_file, path)
             if hash in self._known:
                 path.unlink()
                 return hash, size

@@ -80,7 +80,7 @@ class Nursery:
             del os.environ[name]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             limit = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(OPEN_FILES_MAX, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._channel.setblocking(True)

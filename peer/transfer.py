@@ -102,6 +102,7 @@ class Transfer:
         raise Unavailable(f"{file.name}: no holder could give it ({why})")
 
     async def _fetch_from(self, holder: Contact, file: File) -> None:
+        self._blobs.make_room(file.size)
         part = self._blobs.new_part()
         try:
             with part.open("wb") as out:
@@ -110,7 +111,7 @@ class Transfer:
             found = await asyncio.to_thread(hash_file, part)
             if found != file.hash:
                 raise BlobError("its content is not what its name says")
-            await self._blobs.adopt(part, copy=True)
+            await self._blobs.adopt(part, copy=True, hashed=found)
             self.counts["bytes_fetched"] += file.size
         finally:
             part.unlink(missing_ok=True)

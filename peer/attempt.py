@@ -1,0 +1,343 @@
+"""One attempt, from its inputs to its outputs: a directory, a process, what is left afterwards.
+
+Nothing a task does to its directory can touch anything else: inputs are copies, outputs are taken
+only if they are plain files that really lie inside (links are followed and checked, hard links are
+copied), and the directory goes when the attempt ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+from protocols.messages import File, Outcome, Value, Work
+from workflow.names import file_problem
+from workflow.quantities import show_bytes, show_seconds
+
+from .blobs import BlobError, Blobs, copy_file
+from .nursery import MARKER
+from .processes import NurseryGone, Processes, StartFailed
+from .transfer import Transfer, Unavailable
+
+LOG_TAIL_CHARS = 4000
+MEMORY_CHECK_S = 0.5
+
+
+class TaskFailed(Exception):
+    """The task's own fault, with the reason its user reads."""
+
+    def __init__(self, reason: str, exit_code: int | None = None) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class PeerFailed(Exception):
+    """This peer's fault, or nobody's: the attempt is handed back."""
+
+
+class Attempt:
+    def __init__(
+        self,
+        work: Work,
+        directory: Path,
+        processes: Processes,
+        blobs: Blobs,
+        transfer: Transfer,
+        log_bytes_max: int,
+    ) -> None:
+        self.work = work
+        self.result: dict[str, object] = {}
+        self._home = directory / secrets.token_hex(8)
+        self._log = directory / (self._home.name + ".log")
+        self._value = directory / (self._home.name + ".value")
+        self._processes = processes
+        self._blobs = blobs
+        self._transfer = transfer
+        self._log_bytes_max = log_bytes_max
+
+    async def run(self) -> dict[str, object]:
+        """What an `Outcome` says of it besides its times; always cleans up."""
+        try:
+            return await self._run()
+        except TaskFailed as error:
+            found = {"kind": "failed", "reason": str(error)[:2000], "exit_code": error.exit_code}
+            return {**self.result, **found}
+        except (PeerFailed, NurseryGone, Unavailable) as error:
+            reason = str(error) or "the peer's process nursery ended"
+            return {**self.result, "kind": "returned", "reason": reason[:2000]}
+        except BlobError as error:
+            return {**self.result, "kind": "failed", "reason": str(error)[:2000]}
+        except OSError as error:
+            reason = f"{error.strerror}: {Path(error.filename).name if error.filename else ''}"
+            return {**self.result, "kind": "returned", "reason": reason}
+        finally:
+            await asyncio.to_thread(self._clean)
+
+    async def _run(self) -> dict[str, object]:
+        work = self.work
+        values = [v.file for ref in work.references for v in ref.values if v.file is not None]
+        needed = [*work.inputs, *values]
+        await self._fetch(needed)
+        with self._blobs.pinned([file.hash for file in needed]):
+            if work.command is not None:
+                await asyncio.to_thread(self._lay_out)
+                await self._command(work.command)
+            else:
+                if work.inputs or work.outputs:
+                    await asyncio.to_thread(self._lay_out)
+                await self._call()
+        outputs = await self._collect()
+        return {**self.result, "kind": "ok", "outputs": outputs}
+
+    async def _fetch(self, files: list[File]) -> None:
+        missing = [file for file in files if file.hash not in self._blobs]
+        if missing:
+            async with asyncio.TaskGroup() as group:
+                try:
+                    for file in missing:
+                        group.create_task(self._transfer.fetch(file))
+                except* BlobError as errors:
+                    raise errors.exceptions[0] from None
+
+    def _lay_out(self) -> None:
+        self._home.mkdir(mode=0o700)
+        for file in self.work.inputs:
+            if file_problem(file.name):
+                raise TaskFailed(f"{file.name!r}: {file_problem(file.name)}")
+            target = self._home / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(self._blobs.path(file.hash), target)
+        for name in self.work.outputs:
+            (self._home / name).parent.mkdir(parents=True, exist_ok=True)
+
+    def _environment(self) -> dict[str, str]:
+        key = self.work.key
+        own = Path(sys.executable).parent
+        return {
+            "PATH": f"{own}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(self._home),
+            "TMPDIR": str(self._home),
+            "LANG": "C.UTF-8",
+            **dict(self.work.env),
+            "VALENCE_WORKFLOW": key.workflow,
+            "VALENCE_TASK": key.task,
+            MARKER: self._home.name,
+        }
+
+    # ----------------------------------------------------------------- commands
+
+    async def _command(self, command: tuple[str, ...]) -> None:
+        id, exit = self._processes.spawn(
+            command,
+            self._home,
+            self._environment(),
+            self._log,
+            self._log_bytes_max,
+            self._blobs.blob_bytes_max,
+            self._home.name,
+        )
+        try:
+            reason = await self._watch(id, exit)
+        except StartFailed as error:
+            raise TaskFailed(f"it could not be started: {error}", 127) from None
+        except asyncio.CancelledError:
+            await self._processes.end(id, exit)
+            raise
+        finally:
+            await self._keep_log()
+        ended = exit.result()
+        self.result["max_rss_bytes"] = ended.max_rss_bytes
+        self.result["log_truncated"] = ended.log_truncated
+        if reason:
+            raise TaskFailed(reason, ended.code)
+        self.result["exit_code"] = ended.code
+        if ended.code < 0:
+            raise TaskFailed(f"killed by signal {-ended.code}", ended.code)
+        if ended.code:
+            raise TaskFailed(f"exit code {ended.code}", ended.code)
+
+    async def _watch(self, id: int, exit: asyncio.Future[object]) -> str:  # type: ignore[type-arg]
+        """Until it ended; why it was made to, if it was."""
+        loop = asyncio.get_running_loop()
+        limit_s, memory = self.work.timeout_s, self.work.needs.capacity.memory_bytes
+        start = loop.time()
+        while not exit.done():
+            wait_s = None if limit_s is None else max(0.0, start + limit_s - loop.time())
+            if memory:
+                wait_s = MEMORY_CHECK_S if wait_s is None else min(wait_s, MEMORY_CHECK_S)
+            await asyncio.wait([exit], timeout=wait_s)
+            if exit.done():
+                break
+            if limit_s is not None and loop.time() - start >= limit_s:
+                await self._processes.end(id, exit)
+                await _known(exit)
+                return f"it ran longer than its time-out of {show_seconds(limit_s)}"
+            if memory:
+                used = await self._processes.usage(id)
+                if used > memory:
+                    await self._processes.end(id, exit)
+                    await _known(exit)
+                    return (
+                        f"killed: it used {show_bytes(used)} of memory, {show_bytes(memory)} asked"
+                    )
+        exit.result()
+        return ""
+
+    async def _keep_log(self) -> None:
+        """The end of it travels with the outcome; all of it, where longer, is a blob."""
+        try:
+            size = self._log.stat().st_size
+        except FileNotFoundError:
+            return
+        if not size:
+            return
+        data = await asyncio.to_thread(_tail, self._log)
+        self.result["log_tail"] = data[-LOG_TAIL_CHARS:]
+        if size > LOG_TAIL_CHARS:
+            with contextlib.suppress(BlobError):
+                hash, size = await self._blobs.adopt(self._log)
+                self.result["log"] = File(name="log", hash=hash, size=size)
+
+    # ----------------------------------------------------------------- calls
+
+    async def _call(self) -> None:
+        work = self.work
+        memory = work.needs.capacity.memory_bytes
+        request = {
+            "call": work.call,
+            "arguments": work.arguments,
+            "references": [
+                [ref.name, ref.many, [self._value_row(v) for v in ref.values]]
+                for ref in work.references
+            ],
+            "cwd": str(self._home) if self._home.exists() else "",
+            "env": self._environment() if self._home.exists() else dict(work.env),
+            "value_path": str(self._value),
+            "log_bytes_max": self._log_bytes_max,
+        }
+        worker = await self._processes.worker()
+        try:
+            async with asyncio.timeout(work.timeout_s):
+                answer = await self._answer(worker, request, memory)
+        except TimeoutError:
+            self._processes.discard(worker)
+            limit = show_seconds(work.timeout_s or 0.0)
+            raise TaskFailed(f"it ran longer than its time-out of {limit}") from None
+        except (EOFError, OSError):
+            self._processes.discard(worker)
+            raise TaskFailed("the worker process died during the call") from None
+        except BaseException:
+            self._processes.discard(worker)
+            raise
+        self._processes.give_back(worker)
+        if answer.get("log"):
+            self._log.write_bytes(answer["log"])
+            self.result["log_truncated"] = answer["truncated"]
+            await self._keep_log()
+        if not answer["ok"]:
+            raise TaskFailed(str(answer["error"]))
+        file = None
+        if answer.get("path"):
+            hash, size = await self._blobs.adopt(self._value)
+            file = File(name="value", hash=hash, size=size)
+        data = answer["data"]
+        self.result["value"] = Value(encoding=answer["encoding"], data=data, file=file)
+
+    async def _answer(self, worker, request, memory):  # type: ignore[no-untyped-def]
+        if not memory:
+            return await worker.call(request)
+        call = asyncio.ensure_future(worker.call(request))
+        try:
+            while True:
+                await asyncio.wait([call], timeout=MEMORY_CHECK_S)
+                if call.done():
+                    return call.result()
+                used = await self._processes.usage(worker.id)
+                if used > memory:
+                    raise TaskFailed(
+                        f"killed: it used {show_bytes(used)} of memory, {show_bytes(memory)} asked"
+                    )
+        finally:
+            call.cancel()
+
+    def _value_row(self, value: Value) -> list[object]:
+        path = str(self._blobs.path(value.file.hash)) if value.file else ""
+        return [value.encoding, value.data, path]
+
+    # ----------------------------------------------------------------- outputs
+
+    async def _collect(self) -> tuple[File, ...]:
+        found = []
+        for name in self.work.outputs:
+            path = await asyncio.to_thread(self._checked, name)
+            hash, size = await self._blobs.adopt(path)
+            found.append(File(name=name, hash=hash, size=size))
+        return tuple(found)
+
+    def _checked(self, name: str) -> Path:
+        """The real file behind an output's name, if it is one of the task's own."""
+        trouble = file_problem(name)
+        if trouble:
+            raise TaskFailed(f"output {name!r}: {trouble}")
+        root = Path(os.path.realpath(self._home))
+        real = Path(os.path.realpath(self._home / name))
+        if not real.is_relative_to(root):
+            raise TaskFailed(f"output {name!r} is a link that leads out of the task's directory")
+        try:
+            status = real.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise TaskFailed(f"output {name!r} is missing: the task ended without it") from None
+        if stat.S_ISDIR(status.st_mode):
+            raise TaskFailed(f"output {name!r} is a directory; outputs are files: pack it with tar")
+        if not stat.S_ISREG(status.st_mode):
+            raise TaskFailed(f"output {name!r} is no plain file")
+        if status.st_nlink > 1 or real != root / name:
+            # somebody else's name for the same file, or one file under two outputs: take a copy
+            copy = self._blobs.new_part()
+            copy_file(real, copy)
+            return copy
+        return real
+
+    def _clean(self) -> None:
+        shutil.rmtree(self._home, onerror=_force)
+        for path in (self._log, self._value):
+            path.unlink(missing_ok=True)
+
+
+def _force(function: object, path: str, _: object) -> None:
+    """A task may have taken away its own right to delete."""
+    with contextlib.suppress(OSError):
+        os.chmod(os.path.dirname(path), 0o700)
+        os.chmod(path, 0o700)
+        function(path)  # type: ignore[operator]
+
+
+async def _known(exit: asyncio.Future[object]) -> None:  # type: ignore[type-arg]
+    if not exit.done():
+        raise PeerFailed("its process can't be ended")
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 4 * LOG_TAIL_CHARS))
+        return file.read().decode("utf-8", "replace")
+
+
+def outcome(work: Work, found: dict[str, object], times: tuple[float, float, float]) -> Outcome:
+    queued_at, started_at, ended_at = times
+    return Outcome.model_validate(
+        {
+            "key": work.key,
+            "queued_at": queued_at,
+            "started_at": started_at,
+            "ended_at": ended_at,
+            **found,
+        }
+    )

@@ -1,0 +1,261 @@
+"""The daemon's side of the nursery: start a command, run a call in a warm worker, end either."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from . import nursery
+from .nursery import LENGTH
+
+TERM_GRACE_S = 2.0
+REPLY_BYTES_MAX = 64 * 2**20
+IDLE_WORKERS_MAX = 64
+
+
+class NurseryGone(Exception):
+    """The nursery ended: whatever it ran is gone, and the peer's to run again."""
+
+
+class StartFailed(Exception):
+    """The program could not be started: the task's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    code: int
+    log_truncated: bool
+    max_rss_bytes: int
+
+
+class Worker:
+    """One warm process, used by one call at a time."""
+
+    def __init__(self, id: int, pid: int, channel: socket.socket) -> None:
+        self.id = id
+        self.pid = pid
+        self._channel = channel
+        self._channel.setblocking(False)
+        self.calls = 0
+
+    async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        packed = msgpack.packb(request)
+        await loop.sock_sendall(self._channel, LENGTH.pack(len(packed)) + packed)
+        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+        if length > REPLY_BYTES_MAX:
+            raise EOFError("the answer is too large")
+        reply: dict[str, Any] = msgpack.unpackb(await self._read(length))
+        self.calls += 1
+        return reply
+
+    async def _read(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        found = bytearray()
+        while len(found) < count:
+            data = await loop.sock_recv(self._channel, min(1 << 18, count - len(found)))
+            if not data:
+                raise EOFError("the worker ended")
+            found += data
+        return bytes(found)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Processes:
+    def __init__(self, channel: socket.socket, directory: Path) -> None:
+        self.spawned = 0
+        self._directory = directory
+        self._ids = itertools.count(1)
+        self._exits: dict[int, asyncio.Future[Exit]] = {}
+        self._workers: dict[int, asyncio.Future[Worker]] = {}
+        self._usages: dict[int, asyncio.Future[int]] = {}
+        self._idle: list[Worker] = []
+        self._alive: set[int] = set()
+        self._closing = False
+        self._attach(channel)
+
+    def _attach(self, channel: socket.socket) -> None:
+        self._channel = channel
+        channel.setblocking(False)
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._writer = asyncio.ensure_future(self._write())
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._readable)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            while True:
+                await loop.sock_sendall(self._channel, await self._outbox.get())
+
+    def _tell(self, *row: Any) -> None:
+        packed = msgpack.packb(row)
+        self._outbox.put_nowait(LENGTH.pack(len(packed)) + packed)
+
+    # ----------------------------------------------------------------- events
+
+    def _readable(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._channel, 1 << 18, 16)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._lost()
+            return
+        self._fds.extend(fds)
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < LENGTH.size + length:
+                return
+            row = msgpack.unpackb(bytes(self._buffer[LENGTH.size : LENGTH.size + length]))
+            del self._buffer[: LENGTH.size + length]
+            self._event(row)
+
+    def _event(self, row: list[Any]) -> None:
+        kind, id = row[0], row[1]
+        if kind == "exited":
+            self._alive.discard(id)
+            self._idle = [w for w in self._idle if w.id != id or w.close()]  # type: ignore[func-returns-value]
+            _set(self._exits.pop(id, None), Exit(row[2], row[3], row[4]))
+        elif kind == "failed":
+            _fail(self._exits.pop(id, None), StartFailed(row[2]))
+        elif kind == "worker":
+            self._alive.add(id)
+            channel = socket.socket(fileno=self._fds.pop(0))
+            future = self._workers.pop(id, None)
+            if future is None or future.done():
+                channel.close()
+                self._tell("kill", id, int(signal.SIGKILL))
+            else:
+                future.set_result(Worker(id, row[2], channel))
+        elif kind == "usage":
+            _set(self._usages.pop(id, None), row[2])
+
+    def _lost(self) -> None:
+        """The nursery was killed. Its children die or are ended; start another one."""
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._writer.cancel()
+        self._channel.close()
+        waiting: list[asyncio.Future[Any]] = [
+            *self._exits.values(),
+            *self._workers.values(),
+            *self._usages.values(),
+        ]
+        for found in (self._exits, self._workers, self._usages):
+            found.clear()
+        for future in waiting:
+            _fail(future, NurseryGone())
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+        self._alive.clear()
+        if not self._closing:
+            # this process has threads by now: exec a fresh one instead of forking
+            ours, theirs = socket.socketpair()
+            subprocess.Popen(
+                [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            ).returncode = 0
+            theirs.close()
+            self._attach(ours)
+
+    # ----------------------------------------------------------------- commands
+
+    def spawn(
+        self,
+        argv: tuple[str, ...],
+        cwd: Path,
+        env: Mapping[str, str],
+        log: Path,
+        log_bytes_max: int,
+        file_bytes_max: int,
+        marker: str,
+    ) -> tuple[int, asyncio.Future[Exit]]:
+        id = next(self._ids)
+        future: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._exits[id] = future
+        self.spawned += 1
+        self._tell(
+            "spawn", id, argv, str(cwd), dict(env), str(log), log_bytes_max, file_bytes_max, marker
+        )
+        return id, future
+
+    async def end(self, id: int, exit: asyncio.Future[Exit]) -> None:
+        """The whole tree: politely, then for good."""
+        self._tell("kill", id, int(signal.SIGTERM))
+        await asyncio.wait([exit], timeout=TERM_GRACE_S)
+        if not exit.done():
+            self._tell("kill", id, int(signal.SIGKILL))
+            await asyncio.wait([exit], timeout=TERM_GRACE_S)
+
+    async def usage(self, id: int) -> int:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._usages[id] = future
+        self._tell("usage", id)
+        return await future
+
+    # ----------------------------------------------------------------- workers
+
+    async def worker(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.id in self._alive:
+                return worker
+            worker.close()
+        id = next(self._ids)
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._workers[id] = future
+        self._tell("worker", id, str(self._directory / f"worker-{id}.log"), sys.path)
+        return await future
+
+    def give_back(self, worker: Worker) -> None:
+        if worker.id in self._alive and len(self._idle) < IDLE_WORKERS_MAX:
+            self._idle.append(worker)
+        else:
+            self.discard(worker)
+
+    def discard(self, worker: Worker) -> None:
+        """It crashed, or is to: the next call gets a new one."""
+        self._tell("kill", worker.id, int(signal.SIGKILL))
+        worker.close()
+
+    async def close(self) -> None:
+        """Closing the channel ends the nursery, and with it all it started."""
+        self._closing = True
+        for worker in self._idle:
+            worker.close()
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._writer.cancel()
+        self._channel.close()
+        for fd in self._fds:
+            socket.close(fd)
+
+
+def _set(future: asyncio.Future[Any] | None, value: Any) -> None:
+    if future is not None and not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any] | None, error: Exception) -> None:
+    if future is not None and not future.done():
+        future.set_exception(error)
+        future.exception()  # it may be that nobody waits any more
