@@ -15,6 +15,7 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from protocols.messages import File, Outcome, Value, Work
 from workflow.names import file_problem
@@ -22,7 +23,7 @@ from workflow.quantities import show_bytes, show_seconds
 
 from .blobs import BlobError, Blobs, copy_file
 from .nursery import MARKER
-from .processes import NurseryGone, Processes, StartFailed
+from .processes import Exit, NurseryGone, Processes, StartFailed, Worker
 from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
@@ -97,13 +98,12 @@ class Attempt:
 
     async def _fetch(self, files: list[File]) -> None:
         missing = [file for file in files if file.hash not in self._blobs]
-        if missing:
-            async with asyncio.TaskGroup() as group:
-                try:
-                    for file in missing:
-                        group.create_task(self._transfer.fetch(file))
-                except* BlobError as errors:
-                    raise errors.exceptions[0] from None
+        found = await asyncio.gather(
+            *(self._transfer.fetch(file) for file in missing), return_exceptions=True
+        )
+        for error in found:
+            if error is not None:
+                raise error
 
     def _lay_out(self) -> None:
         self._home.mkdir(mode=0o700)
@@ -162,7 +162,7 @@ class Attempt:
         if ended.code:
             raise TaskFailed(f"exit code {ended.code}", ended.code)
 
-    async def _watch(self, id: int, exit: asyncio.Future[object]) -> str:  # type: ignore[type-arg]
+    async def _watch(self, id: int, exit: asyncio.Future[Exit]) -> str:
         """Until it ended; why it was made to, if it was."""
         loop = asyncio.get_running_loop()
         limit_s, memory = self.work.timeout_s, self.work.needs.capacity.memory_bytes
@@ -249,7 +249,7 @@ class Attempt:
         data = answer["data"]
         self.result["value"] = Value(encoding=answer["encoding"], data=data, file=file)
 
-    async def _answer(self, worker, request, memory):  # type: ignore[no-untyped-def]
+    async def _answer(self, worker: Worker, request: dict[str, Any], memory: int) -> dict[str, Any]:
         if not memory:
             return await worker.call(request)
         call = asyncio.ensure_future(worker.call(request))
@@ -318,7 +318,7 @@ def _force(function: object, path: str, _: object) -> None:
         function(path)  # type: ignore[operator]
 
 
-async def _known(exit: asyncio.Future[object]) -> None:  # type: ignore[type-arg]
+async def _known(exit: asyncio.Future[Exit]) -> None:
     if not exit.done():
         raise PeerFailed("its process can't be ended")
 

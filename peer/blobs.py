@@ -213,7 +213,7 @@ class Blobs:
         self._reserve(size)
         kept = False
         try:
-            hash = hashed or await asyncio.to_thread(hash_file, path)
+            hash = await asyncio.to_thread(hash_file, path) if hashed is None else hashed
             if hash in self._known:
                 path.unlink()
                 return hash, size

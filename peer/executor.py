@@ -23,7 +23,7 @@ from typing import cast
 import msgpack
 
 from protocols.admission import Admission
-from protocols.codec import _fields
+from protocols.codec import wire_fields
 from protocols.members import Members
 from protocols.messages import (
     Abort,
@@ -260,9 +260,7 @@ class Executor:
 
     def _wake_reporter(self, home: bytes) -> None:
         if home not in self._reporters:
-            task = asyncio.ensure_future(self._report_to(home))
-            self._reporters[home] = task
-            task.add_done_callback(lambda _: self._reporters.pop(home, None))
+            self._reporters[home] = asyncio.ensure_future(self._report_to(home))
 
     async def _report_to(self, home: bytes) -> None:
         """Until this home has acknowledged all. What comes meanwhile shares the next message."""
@@ -311,7 +309,8 @@ class Executor:
                 )
             except DatabaseError as error:  # it is reported once more after a restart: no harm
                 log.error("outcomes can't be deleted: %s", error)
-        del self._outbox[home]
+        # no await between the last look into the box and this: a newcomer starts a new reporter
+        del self._outbox[home], self._reporters[home]
 
     # ----------------------------------------------------------------- answering
 
@@ -389,7 +388,7 @@ class Executor:
 
 
 def pack_outcome(ended: Outcome) -> bytes:
-    packed: bytes = msgpack.packb(ended, default=_fields)
+    packed: bytes = msgpack.packb(ended, default=wire_fields)
     return packed
 
 

@@ -35,7 +35,7 @@ class Envelope:
     message: Message | None
 
 
-def _fields(value: Any) -> Any:
+def wire_fields(value: Any) -> Any:
     if isinstance(value, Struct):
         return value.fields()
     raise TypeError(f"{type(value).__name__} has no place in a message")
@@ -46,7 +46,7 @@ def encode(kind: Kind, id: int, message: Message | None) -> bytes:
     if message is not None:
         row.append(message.number)
         row.extend(message.__dict__.values())
-    packed: bytes = msgpack.packb(row, default=_fields)
+    packed: bytes = msgpack.packb(row, default=wire_fields)
     return packed
 
 

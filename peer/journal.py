@@ -1,0 +1,153 @@
+"""The journal of the workflows whose home is here: entries in order, in batches, on disk.
+
+`append` gives entries their numbers at once, and `synced` waits until they are on disk. While one
+batch is being written the next gathers, so a busy home pays one sync for many entries. A disk that
+refuses is tried again, with the entries in their order, and nothing is acknowledged meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from protocols.codec import wire_fields
+
+from .database import Database, DatabaseError, Statement
+
+log = logging.getLogger("valence.journal")
+
+RETRY_S_MAX = 5.0
+
+
+class Journal:
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self.entries = 0
+        self.trouble = ""  # why nothing is being acknowledged, while that is so
+        self._database = database
+        self._clock = clock
+        self._waiting: list[Statement] = []
+        self._next: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._changed: dict[str, asyncio.Event] = {}
+        self._touched: set[str] = set()
+
+    def append(self, workflow: str, seq: int, kind: str, body: dict[str, Any]) -> float:
+        """Returns the entry's time. It is on disk after the next `synced`."""
+        at = self._clock()
+        packed = msgpack.packb(body, default=wire_fields)
+        self._put(
+            workflow,
+            ("insert into entries values (?, ?, ?, ?, ?)", (workflow, seq, at, kind, packed)),
+        )
+        self.entries += 1
+        return at
+
+    def _put(self, workflow: str, statement: Statement) -> None:
+        self._waiting.append(statement)
+        self._touched.add(workflow)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.ensure_future(self._write())
+
+    def update_state(self, workflow: str, state: str, ended_at: float | None) -> None:
+        sql = "update workflows set state = ?, ended_at = ? where id = ?"
+        self._put(workflow, (sql, (state, ended_at, workflow)))
+
+    async def synced(self) -> None:
+        """All that was appended so far is on disk."""
+        if self._next is not None:
+            await asyncio.shield(self._next)
+        elif self._writer is not None and not self._writer.done():
+            await asyncio.shield(self._writer)
+
+    async def _write(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            done, self._next = self._next, None
+            touched, self._touched = self._touched, set()
+            assert done is not None
+            delay_s = 0.05
+            while True:
+                try:
+                    await self._database.write(batch)
+                    self.trouble = ""
+                    break
+                except DatabaseError as error:
+                    self.trouble = str(error)
+                    log.error("the journal can't be written, trying again: %s", error)
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(RETRY_S_MAX, delay_s * 2)
+            done.set_result(None)
+            for workflow in touched:
+                event = self._changed.pop(workflow, None)
+                if event is not None:
+                    event.set()
+
+    async def create(self, row: tuple[Any, ...], body: dict[str, Any]) -> float:
+        """A new workflow, its row and first entry at once. Raises if it can't be written."""
+        at = self._clock()
+        packed = msgpack.packb(body)
+        await self._database.write(
+            [
+                ("insert into workflows values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row),
+                (
+                    "insert into entries values (?, ?, ?, ?, ?)",
+                    (row[0], 0, at, "submitted", packed),
+                ),
+            ]
+        )
+        self.entries += 1
+        return at
+
+    def changed(self, workflow: str) -> asyncio.Event:
+        """Set when something more of this workflow is on disk."""
+        return self._changed.setdefault(workflow, asyncio.Event())
+
+    def read(
+        self, workflow: str, after: int = -1, limit: int = 1_000_000
+    ) -> list[tuple[int, float, str, dict[str, Any]]]:
+        rows = self._database.read(
+            "select seq, at, kind, body from entries where workflow = ? and seq > ? "
+            "order by seq limit ?",
+            (workflow, after, limit),
+        )
+        return [(seq, at, kind, unpack(body)) for seq, at, kind, body in rows]
+
+    def rows(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """Workflows, without their documents."""
+        names = ("id", "name", "owner", "state", "submitted_at", "ended_at", "tasks")
+        found = self._database.read(f"select {', '.join(names)} from workflows {where}", values)
+        return [dict(zip(names, row, strict=True)) for row in found]
+
+    def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float] | None:
+        rows = self._database.read(
+            "select document, options, submitted_at from workflows where id = ?", (workflow,)
+        )
+        if not rows:
+            return None
+        return rows[0][0], json.loads(rows[0][1]), rows[0][2]
+
+    async def forget(self, before: float) -> int:
+        """Workflows that ended before then, with all their entries."""
+        rows = self._database.read(
+            "select id from workflows where ended_at is not null and ended_at < ? limit 1000",
+            (before,),
+        )
+        statements: list[Statement] = []
+        for (workflow,) in rows:
+            statements.append(("delete from entries where workflow = ?", (workflow,)))
+            statements.append(("delete from workflows where id = ?", (workflow,)))
+        if statements:
+            await self._database.write(statements)
+        return len(rows)
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = msgpack.unpackb(body, use_list=False, strict_map_key=False)
+    return found

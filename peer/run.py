@@ -1,0 +1,270 @@
+"""One workflow's state: what its journal says, entry by entry. Pure.
+
+`apply` is the only thing that changes it, both when an entry is new and when it is read again after
+a restart; so what is on disk is what is known. Decisions (retry, fail, skip) are made before an
+entry is written and stand in it.
+
+A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (given to a peer),
+`retrying` (failed, will be placed again), or for good `succeeded`, `failed`, `skipped`, `cancelled`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocols.messages import File, Outcome, Value
+from workflow.model import Workflow
+from workflow.plan import upward_ranks
+
+FINAL = frozenset({"succeeded", "failed", "skipped", "cancelled"})
+STATES = (
+    "waiting",
+    "pending",
+    "running",
+    "retrying",
+    "succeeded",
+    "failed",
+    "skipped",
+    "cancelled",
+)
+ATTEMPTS_SHOWN_MAX = 50
+
+
+@dataclass(slots=True)
+class AttemptState:
+    number: int
+    peer: bytes
+    boot: int
+    at: float
+    placement: dict[str, Any]
+    state: str = "running"  # then ok, failed, returned or lost
+    reason: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class TaskState:
+    id: str
+    state: str = "waiting"
+    missing: int = 0  # parents that have not succeeded
+    number: int = 0  # of the latest attempt
+    failures: int = 0
+    losses: int = 0
+    reason: str = ""
+    attempts: list[AttemptState] = field(default_factory=list)
+    won: Outcome | None = None
+    holder: bytes = b""  # the peer that ran the winning attempt
+    reopened: int = 0
+
+    def attempt(self, number: int) -> AttemptState | None:
+        return next((a for a in reversed(self.attempts) if a.number == number), None)
+
+
+class Run:
+    def __init__(self, id: str, workflow: Workflow, submitted_at: float, home: bytes) -> None:
+        self.id = id
+        self.workflow = workflow
+        self.submitted_at = submitted_at
+        self.ended_at: float | None = None
+        self.state = "pending"
+        self.reason = ""
+        self.seq = 0
+        self.home = home
+        self.ranks = upward_ranks(workflow)
+        self.children = workflow.children()
+        self.tasks: dict[str, TaskState] = {
+            task: TaskState(task, missing=len(workflow.parents[task])) for task in workflow.tasks
+        }
+        self.counts: Counter[str] = Counter(waiting=len(self.tasks))
+        self.staged: dict[str, File] = {}
+        self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")  # name → what it waits for
+        self.stage_failures: dict[str, str] = {}
+        self.runtimes: dict[str, float] = {}  # template → seconds, as observed
+        self.cancelling = ""
+
+    # ----------------------------------------------------------------- the journal
+
+    def apply(self, kind: str, body: dict[str, Any], at: float) -> None:
+        getattr(self, "_on_" + kind)(body, at)
+        self.seq += 1
+
+    def _on_submitted(self, body: dict[str, Any], at: float) -> None:
+        self.state = "running"
+
+    def _on_staged(self, body: dict[str, Any], at: float) -> None:
+        for name, hash, size in body["files"]:
+            self.staged[name] = File(name=name, hash=hash, size=size, holders=(self.home,))
+            self.unstaged.pop(name, None)
+        for name, reason in body.get("failed", ()):
+            self.unstaged.pop(name, None)
+            self.stage_failures[name] = reason
+
+    def _on_started(self, body: dict[str, Any], at: float) -> None:
+        for name, number, peer, boot in body["attempts"]:
+            task = self.tasks[name]
+            task.number = max(task.number, number)
+            task.attempts.append(AttemptState(number, peer, boot, at, body["placement"]))
+            del task.attempts[:-ATTEMPTS_SHOWN_MAX]
+            if task.state not in FINAL:
+                self._set(task, "running")
+
+    def _on_finished(self, body: dict[str, Any], at: float) -> None:
+        for row, peer, verdict in body["outcomes"]:
+            ended = row if isinstance(row, Outcome) else Outcome.model_validate(row)
+            task = self.tasks[ended.key.task]
+            attempt = task.attempt(ended.key.number)
+            if attempt is not None:
+                attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
+            task.reason = ended.reason
+            if verdict == "succeeded":
+                task.won, task.holder = ended, peer
+                self._observe(task, ended)
+                self._set(task, verdict)
+                for child in self.children[task.id]:
+                    self.tasks[child].missing -= 1
+            elif verdict == "returned":
+                task.losses += 1
+                self._set(task, "retrying")
+            else:
+                task.failures += 1
+                self._set(task, verdict)
+
+    def _on_lost(self, body: dict[str, Any], at: float) -> None:
+        for name, number, reason, verdict in body["attempts"]:
+            task = self.tasks[name]
+            attempt = task.attempt(number)
+            if attempt is not None:
+                attempt.state, attempt.reason = "lost", reason
+            task.losses += 1
+            task.reason = reason
+            self._set(task, verdict)
+
+    def _on_skipped(self, body: dict[str, Any], at: float) -> None:
+        for name, state, reason in body["tasks"]:
+            self.tasks[name].reason = reason
+            self._set(self.tasks[name], state)
+
+    def _on_reopened(self, body: dict[str, Any], at: float) -> None:
+        """Its outputs are gone with their last holder, and are needed: it runs again."""
+        for name, reason in body["tasks"]:
+            task = self.tasks[name]
+            task.won, task.holder, task.reason = None, b"", reason
+            task.reopened += 1
+            task.failures = 0
+            self._set(task, "waiting")
+            for child in self.children[name]:
+                self.tasks[child].missing += 1
+                if self.tasks[child].state in ("pending", "retrying"):
+                    self._set(self.tasks[child], "waiting")
+
+    def _on_cancelled(self, body: dict[str, Any], at: float) -> None:
+        self.cancelling = body["reason"]
+        for task in self.tasks.values():
+            if task.state not in FINAL:
+                task.reason = body["reason"]
+                self._set(task, "cancelled")
+
+    def _on_ended(self, body: dict[str, Any], at: float) -> None:
+        self.state, self.reason, self.ended_at = body["state"], body["reason"], at
+
+    def _set(self, task: TaskState, state: str) -> None:
+        if task.state == "succeeded" and state != "waiting":
+            return
+        self.counts[task.state] -= 1
+        self.counts[state] += 1
+        task.state = state
+
+    def set_pending(self, task: TaskState) -> None:
+        """Given to the strategy. Not journaled: after a restart it is simply given again."""
+        self._set(task, "pending")
+
+    def _observe(self, task: TaskState, ended: Outcome) -> None:
+        if ended.started_at:
+            took = max(1e-4, ended.ended_at - ended.started_at)
+            template = self.workflow.tasks[task.id].template
+            before = self.runtimes.get(template)
+            self.runtimes[template] = took if before is None else before + (took - before) / 4
+
+    # ----------------------------------------------------------------- questions
+
+    @property
+    def over(self) -> bool:
+        return self.ended_at is not None
+
+    def is_ready(self, task: TaskState) -> bool:
+        if task.state not in ("waiting", "retrying") or task.missing or self.over:
+            return False
+        inputs = self.workflow.tasks[task.id].inputs
+        return not self.unstaged or not any(name in self.unstaged for name in inputs)
+
+    def ready(self) -> list[TaskState]:
+        return [t for t in self.tasks.values() if t.state == "waiting" and self.is_ready(t)]
+
+    def runtime_s(self, task: str) -> float | None:
+        spec = self.workflow.tasks[task]
+        return self.runtimes.get(spec.template, spec.runtime_s)
+
+    def verdict(self, ended: Outcome) -> str:
+        """What an outcome means for its task."""
+        task = self.tasks[ended.key.task]
+        if ended.kind == "ok":
+            return "succeeded"
+        if ended.kind == "returned":
+            return "returned"
+        retries = self.workflow.tasks[task.id].retries
+        return "retrying" if task.failures < retries else "failed"
+
+    def doomed_by(self, name: str) -> Iterator[str]:
+        """All that can't run any more because this one failed."""
+        seen = {name}
+        stack = [name]
+        while stack:
+            for child in self.children[stack.pop()]:
+                if child not in seen and self.tasks[child].state not in FINAL:
+                    seen.add(child)
+                    stack.append(child)
+                    yield child
+
+    def conclusion(self) -> tuple[str, str] | None:
+        """How it ended, if it has."""
+        if any(self.counts[s] for s in STATES if s not in FINAL):
+            return None
+        if self.cancelling:
+            return "cancelled", self.cancelling
+        if self.counts["failed"] or self.counts["skipped"]:
+            failed = [t for t in self.tasks.values() if t.state == "failed"]
+            first = f"{failed[0].id}: {failed[0].reason}" if failed else ""
+            more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+            return "failed", f"{first}{more}"
+        return "succeeded", ""
+
+    def file(self, name: str) -> File | None:
+        """Where a file of this workflow is, if it is."""
+        if name in self.staged:
+            return self.staged[name]
+        maker = self.workflow.producers.get(name)
+        task = self.tasks.get(maker) if maker else None
+        if task is None or task.won is None:
+            return None
+        for file in task.won.outputs:
+            if file.name == name:
+                return file.model_copy(update={"holders": self._holders(task, file.hash)})
+        return None
+
+    def _holders(self, task: TaskState, hash: bytes) -> tuple[bytes, ...]:
+        assert task.won is not None
+        enclosed = any(found == hash for found, _ in task.won.enclosed)
+        if enclosed and task.holder != self.home:
+            return (task.holder, self.home)
+        return (task.holder,)
+
+    def value(self, name: str) -> Value | None:
+        task = self.tasks[name]
+        value = task.won.value if task.won else None
+        if value is not None and value.file is not None:
+            file = value.file.model_copy(update={"holders": (task.holder,)})
+            return value.model_copy(update={"file": file})
+        return value
