@@ -5,7 +5,8 @@ a restart; so what is on disk is what is known. Decisions (retry, fail, skip) ar
 entry is written and stand in it.
 
 A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (given to a peer),
-`retrying` (failed, will be placed again), or for good `succeeded`, `failed`, `skipped`, `cancelled`.
+`retrying` (failed, will be placed again), or for good `succeeded`, `failed`, `skipped` or
+`cancelled`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Run:
         }
         self.counts: Counter[str] = Counter(waiting=len(self.tasks))
         self.staged: dict[str, File] = {}
-        self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")  # name → what it waits for
+        # name → what it waits for
+        self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
         self.stage_failures: dict[str, str] = {}
         self.runtimes: dict[str, float] = {}  # template → seconds, as observed
         self.cancelling = ""

@@ -71,6 +71,19 @@ class Transfer:
         found = await self._records.fetch(key_of("blob", hash.hex()))
         return [r.owner for r in found if self._members.is_here(r.owner)]
 
+    async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
+        """As a holder says; the hash is what is believed in the end."""
+        for holder in holders:
+            contact = self._members.contact(holder)
+            if contact is None:
+                continue
+            try:
+                message = ReadBlob(hash=hash, offset=0, length=1)
+                return (await self._rpc.call(contact, message, BlobPart)).size
+            except CallFailed:
+                continue
+        return None
+
     async def _holders(self, file: File) -> AsyncIterator[Contact]:
         tried: set[bytes] = {self._rpc.me.id}
         for source in (file.holders, None):

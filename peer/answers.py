@@ -1,0 +1,322 @@
+"""What a home answers about its workflows, for users of any peer. One method per question."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+from pydantic import BaseModel
+
+from protocols.messages import (
+    Answer,
+    Ask,
+    Contact,
+    FindHome,
+    FoundHome,
+    ListedWorkflows,
+    ListWorkflows,
+)
+from protocols.rpc import Rpc
+from workflow.plan import levels
+
+from . import api, events
+from .home import Home, deadline_at
+from .run import FINAL, STATES, AttemptState, Run, TaskState
+
+TASKS_PER_PAGE_MAX = 1000
+EVENTS_PER_PAGE_MAX = 2000
+EVENT_WAIT_S_MAX = 15.0
+
+
+class Problem(Exception):
+    """What the user is told instead of an answer."""
+
+    def __init__(
+        self, status: int, detail: str, errors: list[api.FieldProblem] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.errors = errors or []
+
+
+Question = Callable[[Run, dict[str, Any]], BaseModel | Awaitable[BaseModel]]
+
+
+class Answers:
+    def __init__(self, home: Home, rpc: Rpc, clock: Callable[[], float]) -> None:
+        self._home = home
+        self._clock = clock
+        self._me = rpc.me.id.hex()
+        self._questions: dict[str, Question] = {
+            "workflow": self._workflow,
+            "tasks": self._tasks,
+            "task": self._task,
+            "log": self._log,
+            "events": self._events,
+            "cancel": self._cancel,
+            "files": self._files,
+            "file": self._file,
+        }
+        rpc.on(Ask, self._asked)
+        rpc.on(ListWorkflows, self._list)
+        rpc.on(FindHome, self._find_home)
+
+    def knows(self, id: str) -> bool:
+        return bool(self._home.journal.rows("where id = ?", (id,)))
+
+    async def answer(self, id: str, question: str, arguments: dict[str, Any]) -> bytes:
+        """JSON, or `Problem`."""
+        run = self._home.get(id)
+        if run is None:
+            raise Problem(404, f"there is no workflow {id}")
+        found = self._questions[question](run, arguments)
+        if not isinstance(found, BaseModel):
+            found = await found
+        return found.model_dump_json().encode()
+
+    async def _asked(self, sender: Contact, message: Ask) -> Answer:
+        if message.question not in self._questions:
+            return Answer(status=400, body=b'{"detail": "unknown question"}')
+        try:
+            arguments = msgpack.unpackb(message.arguments) if message.arguments else {}
+            body = await self.answer(message.workflow, message.question, arguments)
+        except Problem as problem:
+            detail = json.dumps({"detail": problem.detail}).encode()
+            return Answer(status=problem.status, body=detail)
+        return Answer(status=200, body=body)
+
+    def _find_home(self, sender: Contact, message: FindHome) -> FoundHome:
+        return FoundHome(here=self.knows(message.workflow))
+
+    def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
+        rows = self.page(message.before, message.limit, message.state)
+        return ListedWorkflows(rows=tuple(row.model_dump_json().encode() for row in rows))
+
+    def page(self, before: str, limit: int, state: str) -> list[api.WorkflowRow]:
+        where, values = "where 1", []
+        if before:
+            at, _, id = before.partition(",")
+            where += " and (submitted_at, id) < (?, ?)"
+            values += [float(at), id]
+        if state:
+            where += " and state = ?"
+            values.append(state)
+        rows = self._home.journal.rows(
+            f"{where} order by submitted_at desc, id desc limit ?", (*values, limit)
+        )
+        return [api.WorkflowRow.model_validate({**row, "home": self._me}) for row in rows]
+
+    # ----------------------------------------------------------------- questions
+
+    def _workflow(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
+        deadline = deadline_at(run)
+        end = run.ended_at if run.ended_at is not None else self._clock()
+        failed = (t for t in run.tasks.values() if t.state == "failed")
+        failures = [
+            api.Failure(task=t.id, reason=t.reason) for t, _ in zip(failed, range(10), strict=False)
+        ]
+        return api.WorkflowView(
+            id=run.id,
+            name=run.workflow.name,
+            description=run.workflow.description,
+            state=run.state,
+            reason=run.reason,
+            strategy=self._home.strategy(run).name,
+            tasks=len(run.tasks),
+            counts={s: run.counts[s] for s in STATES if run.counts[s]},
+            submitted_at=run.submitted_at,
+            ended_at=run.ended_at,
+            deadline_at=deadline,
+            late=deadline is not None and end > deadline,
+            home=self._me,
+            peers=len({t.holder for t in run.tasks.values() if t.holder}),
+            failures=failures,
+            waiting_inputs=dict(list(run.unstaged.items())[:10]),
+        )
+
+    def _row(self, task: TaskState) -> dict[str, Any]:
+        last = task.attempts[-1] if task.attempts else None
+        ended = task.won or (last.outcome if last else None)
+        return {
+            "id": task.id,
+            "state": task.state,
+            "attempts": task.number,
+            "peer": (task.holder or (last.peer if last else b"")).hex() or None,
+            "exit_code": ended.exit_code if ended else None,
+            "seconds": round(ended.ended_at - ended.started_at, 6)
+            if ended and ended.started_at
+            else None,
+            "reason": task.reason,
+        }
+
+    def _tasks(self, run: Run, arguments: dict[str, Any]) -> api.TaskPage:
+        limit = min(TASKS_PER_PAGE_MAX, int(arguments.get("limit") or 100))
+        state, after = arguments.get("state"), arguments.get("after")
+        names = list(run.tasks)
+        start = 0
+        if after:
+            if after not in run.tasks:
+                raise Problem(400, f"after: there is no task {after}")
+            start = names.index(after) + 1
+        found = []
+        for name in names[start:]:
+            task = run.tasks[name]
+            if state is None or task.state == state:
+                if len(found) == limit:
+                    return api.TaskPage(tasks=found, next=found[-1].id)
+                found.append(api.TaskRow.model_validate(self._row(task)))
+        return api.TaskPage(tasks=found, next=None)
+
+    def _find(self, run: Run, name: str) -> TaskState:
+        task = run.tasks.get(name)
+        if task is None:
+            raise Problem(404, f"workflow {run.id} has no task {name}")
+        return task
+
+    def _task(self, run: Run, arguments: dict[str, Any]) -> api.TaskView:
+        task = self._find(run, arguments["task"])
+        spec = run.workflow.tasks[task.id]
+        value, encoding = None, None
+        if task.won is not None and task.won.value is not None:
+            encoding = task.won.value.encoding
+            if encoding == "json" and task.won.value.file is None:
+                value = json.loads(task.won.value.data)
+        needs = {k: getattr(spec.needs, k) for k in spec.needs.__slots__}
+        return api.TaskView.model_validate(
+            {
+                **self._row(task),
+                "template": spec.template,
+                "command": list(spec.command) if spec.command else None,
+                "call": spec.call,
+                "needs": {k: v for k, v in needs.items() if v},
+                "parents": list(run.workflow.parents[task.id]),
+                "inputs": list(spec.inputs),
+                "outputs": [self._file_view(run, name) for name in spec.outputs],
+                "waiting_for": None if task.state in FINAL else self._home.waiting_for(run, task),
+                "value": value,
+                "value_encoding": encoding,
+                "level": levels(run.workflow)[task.id],
+                "rank": run.ranks[task.id],
+                "history": [_attempt(a) for a in task.attempts],
+            }
+        )
+
+    def _log(self, run: Run, arguments: dict[str, Any]) -> api.LogView:
+        task = self._find(run, arguments["task"])
+        number = arguments.get("attempt")
+        tried = [a for a in task.attempts if number is None or a.number == number]
+        done = [a for a in tried if a.outcome is not None]
+        if not done:
+            if number is not None and not tried:
+                raise Problem(404, f"{task.id} has no attempt {number}")
+            raise Problem(404, f"{task.id} is {task.state}: no attempt of it has ended yet")
+        attempt = done[-1]
+        ended = attempt.outcome
+        assert ended is not None
+        file = ended.log
+        return api.LogView(
+            task=task.id,
+            attempt=attempt.number,
+            peer=attempt.peer.hex(),
+            text=ended.log_tail,
+            truncated=ended.log_truncated,
+            file=[file.hash.hex(), file.size, [attempt.peer.hex()]] if file else None,
+        )
+
+    async def _events(self, run: Run, arguments: dict[str, Any]) -> api.EventPage:
+        """Those after an id; if there are none yet, waits a while for some."""
+        seq, index = arguments["after"]
+        deadline = asyncio.get_running_loop().time() + min(
+            EVENT_WAIT_S_MAX, float(arguments.get("wait_s", 0))
+        )
+        while True:
+            changed = self._home.journal.changed(run.id)
+            found: list[dict[str, Any]] = []
+            over = False
+            for entry, at, kind, body in self._home.journal.read(run.id, seq - 1, 200):
+                for event in events.of_entry(entry, at, kind, body):
+                    if entry > seq or int(event["id"].partition(".")[2]) > index:
+                        found.append(event)
+                over = kind == "ended"
+                if len(found) >= EVENTS_PER_PAGE_MAX:
+                    break
+            if found or over or (run.over and not run.seq > seq + 1):
+                return api.EventPage(events=found, over=over)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+            except TimeoutError:
+                return api.EventPage(events=[], over=False)
+
+    async def _cancel(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
+        if run.over and run.state != "cancelled":
+            raise Problem(409, f"workflow {run.id} has {run.state} already")
+        done = await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
+        assert done is not None
+        return self._workflow(done, {})
+
+    def _file_view(self, run: Run, name: str) -> api.FileView:
+        file = run.file(name)
+        maker = run.workflow.producers.get(name)
+        return api.FileView(
+            name=name,
+            hash=f"sha256:{file.hash.hex()}" if file else None,
+            size=file.size if file else None,
+            made_by=maker,
+            ready=file is not None,
+        )
+
+    def _files(self, run: Run, arguments: dict[str, Any]) -> api.FileList:
+        final = set(run.workflow.final_files())
+        names = [*run.workflow.inputs, *run.workflow.producers]
+        return api.FileList(
+            files=[
+                self._file_view(run, name).model_copy(update={"final": name in final})
+                for name in names
+            ]
+        )
+
+    def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+        name = arguments["name"]
+        file = run.file(name)
+        if file is not None:
+            return _Located(hash=file.hash.hex(), size=file.size, holders=_hex(file.holders))
+        maker = run.workflow.producers.get(name)
+        if maker is not None:
+            state = run.tasks[maker].state
+            raise Problem(404, f"{name} is not there: {maker}, which makes it, is {state}")
+        if name in run.workflow.inputs:
+            why = run.unstaged.get(name) or run.stage_failures.get(name, "")
+            raise Problem(404, f"input {name} is not there yet: {why}")
+        raise Problem(404, f"workflow {run.id} has no file {name}")
+
+
+class _Located(BaseModel):
+    hash: str
+    size: int
+    holders: list[str]
+
+
+def _hex(ids: tuple[bytes, ...]) -> list[str]:
+    return [id.hex() for id in ids]
+
+
+def _attempt(attempt: AttemptState) -> api.AttemptView:
+    ended = attempt.outcome
+    return api.AttemptView(
+        number=attempt.number,
+        peer=attempt.peer.hex(),
+        state=attempt.state,
+        reason=attempt.reason,
+        placed_at=attempt.at,
+        queued_at=ended.queued_at if ended else None,
+        started_at=(ended.started_at or None) if ended else None,
+        ended_at=ended.ended_at if ended else None,
+        exit_code=ended.exit_code if ended else None,
+        max_rss=ended.max_rss_bytes if ended else None,
+        placement=attempt.placement,
+    )

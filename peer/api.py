@@ -1,0 +1,180 @@
+"""What HTTP says, as models: the answers, and through them `/openapi.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class FieldProblem(BaseModel):
+    pointer: str = Field(description="JSON pointer into the document (RFC 6901).")
+    message: str
+    line: int | None = None
+
+
+class ProblemDocument(BaseModel):
+    """RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[FieldProblem] = []
+
+
+class Health(BaseModel):
+    status: str
+    peer: str
+    version: str
+
+
+class Amounts(BaseModel):
+    cpus: float
+    memory: int
+    disk: int
+    gpus: int
+
+
+class PeerView(BaseModel):
+    id: str
+    address: str
+    http: str
+    site: str
+    capacity: Amounts
+    free: Amounts | None = Field(description="null if the peer did not answer")
+    running: int | None = None
+    queued: int | None = None
+    state: str
+    arch: str
+    os: str
+    speed: float
+    labels: list[str]
+    software: list[str]
+    pid: int | None = None
+    me: bool = False
+
+
+class PeerList(BaseModel):
+    peers: list[PeerView]
+
+
+class Failure(BaseModel):
+    task: str
+    reason: str
+
+
+class WorkflowView(BaseModel):
+    id: str
+    name: str
+    description: str = ""
+    state: str = Field(description="pending, running, succeeded, failed or cancelled")
+    reason: str = ""
+    strategy: str
+    tasks: int
+    counts: dict[str, int]
+    submitted_at: float
+    ended_at: float | None
+    deadline_at: float | None = None
+    late: bool = False
+    home: str
+    peers: int = Field(description="how many different peers ran its tasks")
+    failures: list[Failure] = Field(default=[], description="the first ten")
+    waiting_inputs: dict[str, str] = {}
+
+
+class WorkflowRow(BaseModel):
+    id: str
+    name: str
+    state: str
+    submitted_at: float
+    ended_at: float | None
+    tasks: int
+    home: str
+
+
+class WorkflowPage(BaseModel):
+    workflows: list[WorkflowRow]
+    next: str | None = Field(description="pass as `before` for the next page")
+    unanswered: list[str] = Field(default=[], description="peers whose workflows are missing")
+
+
+class FileView(BaseModel):
+    name: str
+    hash: str | None = None
+    size: int | None = None
+    made_by: str | None = None
+    final: bool = Field(default=False, description="an output that no task consumes")
+    ready: bool
+
+
+class FileList(BaseModel):
+    files: list[FileView]
+
+
+class AttemptView(BaseModel):
+    number: int
+    peer: str
+    state: str
+    reason: str = ""
+    placed_at: float
+    queued_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    max_rss: int | None = None
+    placement: dict[str, Any]
+
+
+class TaskRow(BaseModel):
+    id: str
+    state: str
+    attempts: int
+    peer: str | None = None
+    exit_code: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+
+class TaskView(TaskRow):
+    template: str
+    command: list[str] | None = None
+    call: str | None = None
+    needs: dict[str, Any]
+    parents: list[str]
+    inputs: list[str]
+    outputs: list[FileView]
+    waiting_for: str | None = None
+    value: Any = None
+    value_encoding: str | None = None
+    level: int
+    rank: float
+    history: list[AttemptView]
+
+
+class TaskPage(BaseModel):
+    tasks: list[TaskRow]
+    next: str | None = Field(description="pass as `after` for the next page")
+
+
+class LogView(BaseModel):
+    task: str
+    attempt: int
+    peer: str
+    text: str
+    truncated: bool
+    file: list[Any] | None = None  # hash, size, holders: for the peer that answers the user
+
+
+class EventPage(BaseModel):
+    events: list[dict[str, Any]]
+    over: bool
+
+
+class BlobView(BaseModel):
+    hash: str
+    size: int
+
+
+class Submitted(WorkflowView):
+    pass

@@ -1,0 +1,231 @@
+"""Any peer answers for any workflow: find its home, ask it, pass the answer on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from protocols.members import Members, State
+from protocols.messages import (
+    Answer,
+    Ask,
+    Capacity,
+    Describe,
+    Described,
+    FindHome,
+    FoundHome,
+    ListedWorkflows,
+    ListWorkflows,
+    Member,
+)
+from protocols.records import Records, key_of
+from protocols.rpc import CallFailed, Refused, Rpc
+from workflow.problems import DocumentError
+
+from . import api
+from .answers import Answers, Problem
+from .database import DatabaseError
+from .home import Home, new_id, read_document
+
+log = logging.getLogger("valence.gateway")
+
+HOMES_REMEMBERED = 10_000
+ASK_TIMEOUT_S = 25.0
+FAN_OUT = 64
+
+
+class Gateway:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        records: Records,
+        home: Home,
+        answers: Answers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._records = records
+        self._home = home
+        self._answers = answers
+        self._clock = clock
+        self._homes: OrderedDict[str, bytes] = OrderedDict()
+
+    # ----------------------------------------------------------------- one workflow
+
+    async def ask(self, id: str, question: str, **arguments: Any) -> Any:
+        """The home's answer, wherever it is; or `Problem`."""
+        if self._answers.knows(id):
+            return json.loads(await self._answers.answer(id, question, arguments))
+        home = await self._find(id)
+        if home is None:
+            raise Problem(404, f"there is no workflow {id}")
+        member = self._members.get(home)
+        if member is None or member.state >= State.DEAD:
+            raise Problem(
+                503,
+                f"workflow {id} is enacted by peer {home.hex()[:8]}, which is down; "
+                "it goes on when that peer is back",
+            )
+        message = Ask(workflow=id, question=question, arguments=msgpack.packb(arguments))
+        try:
+            answer = await self._rpc.call(member.contact, message, Answer, ASK_TIMEOUT_S)
+        except CallFailed as error:
+            self._homes.pop(id, None)
+            raise Problem(503, f"the home of workflow {id} does not answer: {error}") from None
+        body = json.loads(answer.body)
+        if answer.status != 200:
+            raise Problem(answer.status, body["detail"])
+        return body
+
+    async def _find(self, id: str) -> bytes | None:
+        known = self._homes.get(id)
+        if known is not None:
+            return known
+        records = await self._records.fetch(key_of("home", id))
+        records.sort(key=lambda r: (self._members.is_here(r.owner), r.version), reverse=True)
+        home = records[0].owner if records else await self._ask_all(id)
+        if home is not None:
+            self._homes[id] = home
+            if len(self._homes) > HOMES_REMEMBERED:
+                self._homes.popitem(last=False)
+        return home
+
+    async def _ask_all(self, id: str) -> bytes | None:
+        """No record of it: before saying that there is none, ask everybody."""
+        members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        answers = await self._everyone(members, FindHome(workflow=id), FoundHome)
+        for member, answer in answers:
+            if isinstance(answer, FoundHome) and answer.here:
+                return member.contact.id
+        return None
+
+    async def _everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
+        slots = asyncio.Semaphore(FAN_OUT)
+
+        async def one(member: Member) -> tuple[Member, Any]:
+            async with slots:
+                try:
+                    return member, await self._rpc.call(member.contact, message, kind, 2.0)
+                except CallFailed:
+                    return member, None
+
+        return await asyncio.gather(*map(one, members))
+
+    # ----------------------------------------------------------------- submitting
+
+    async def submit(
+        self, text: bytes, options: dict[str, Any], owner: str
+    ) -> tuple[dict[str, Any], bool]:
+        """The workflow's view, and whether it is new."""
+        try:
+            workflow = await asyncio.to_thread(read_document, text, options)
+        except DocumentError as error:
+            errors = [
+                api.FieldProblem(pointer=p.place, message=p.message, line=p.line)
+                for p in error.problems
+            ]
+            count = len(errors)
+            first = str(error.problems[0])
+            detail = first if count == 1 else f"{count} problems; the first is {first}"
+            raise Problem(422, detail, errors) from None
+        id = new_id()
+        key = options.get("idempotency")
+        if key is not None:
+            # the id follows from the key, so that every peer finds the first submission
+            digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
+            id = f"w{digest[:16]}"
+            options["document"] = hashlib.sha256(text).hexdigest()
+            try:
+                return await self._same(id, options), False
+            except Problem as problem:
+                if problem.status != 404:
+                    raise
+        try:
+            run = await self._home.submit(text, workflow, id, options, owner)
+        except Refused as error:
+            raise Problem(503, error.text) from None
+        except DatabaseError as error:
+            raise Problem(507, f"it can't be written to disk: {error}") from None
+        return await self.ask(run.id, "workflow"), True
+
+    async def _same(self, id: str, options: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = await self.ask(id, "workflow")
+        known = self._home.journal.document(id)
+        if known is not None and known[1].get("document") != options["document"]:
+            raise Problem(
+                422,
+                "this Idempotency-Key was used for another document; use a new key for this one",
+            )
+        return found
+
+    # ----------------------------------------------------------------- listing
+
+    async def workflows(self, before: str, limit: int, state: str) -> api.WorkflowPage:
+        """Newest first, from all peers that are here."""
+        rows = self._answers.page(before, limit, state)
+        others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        message = ListWorkflows(before=before, limit=limit, state=state)
+        unanswered = []
+        for member, answer in await self._everyone(others, message, ListedWorkflows):
+            if answer is None:
+                unanswered.append(member.contact.id.hex())
+            else:
+                rows.extend(api.WorkflowRow.model_validate_json(row) for row in answer.rows)
+        rows.sort(key=lambda row: (row.submitted_at, row.id), reverse=True)
+        full = len(rows) > limit or (len(rows) == limit and limit > 0)
+        rows = rows[:limit]
+        last = f"{rows[-1].submitted_at!r},{rows[-1].id}" if full and rows else None
+        return api.WorkflowPage(workflows=rows, next=last, unanswered=unanswered)
+
+    async def peers(self) -> api.PeerList:
+        members = self._members.all()
+        here = [m for m in members if m.state <= State.SUSPECT]
+        described = {
+            member.contact.id: answer
+            for member, answer in await self._everyone(here, Describe(), Described)
+        }
+        mine = self._rpc.me.id
+        views = [self._peer(m, described.get(m.contact.id), m.contact.id == mine) for m in members]
+        views.sort(key=lambda v: (v.state not in ("up", "leaving"), v.id))
+        return api.PeerList(peers=views)
+
+    def _peer(self, member: Member, found: Described | None, me: bool) -> api.PeerView:
+        names = {0: "up", 1: "suspect", 2: "dead", 3: "left"}
+        traits, contact = member.traits, member.contact
+        state = names[member.state]
+        return api.PeerView(
+            id=contact.id.hex(),
+            address=f"{contact.host}:{contact.port}",
+            http=member.http,
+            site=traits.site,
+            capacity=_amounts(member.capacity),
+            free=_amounts(found.free) if found else None,
+            running=found.running if found else None,
+            queued=found.queued if found else None,
+            state=found.state if found and state == "up" else state,
+            arch=traits.arch,
+            os=traits.os,
+            speed=traits.speed,
+            labels=list(traits.labels),
+            software=list(traits.software),
+            pid=found.pid if found and contact.host.startswith("127.") else None,
+            me=me,
+        )
+
+
+def _amounts(capacity: Capacity) -> api.Amounts:
+    return api.Amounts(
+        cpus=capacity.millicores / 1000,
+        memory=capacity.memory_bytes,
+        disk=capacity.disk_bytes,
+        gpus=capacity.gpus,
+    )

@@ -1,0 +1,759 @@
+"""The home: enacts the workflows it accepted, from their journals.
+
+Rules:
+- Decide, apply in memory, append to the journal; act outside (answer, commit, acknowledge) only
+  when the entry is on disk. A home killed between any two lines goes on from what it wrote.
+- Every attempt has a number, journaled with its peer before the peer is told to run it. The first
+  result of a task that is committed wins, whichever attempt it came from; all others are ignored.
+- An attempt that was given away ends by its report, by its peer's death, or by the peer saying that
+  it knows nothing of it (`Inquire`, asked whenever there is doubt): two sides never disagree for
+  long about whether a task runs.
+- What can't be made out (a lost peer) does not count as the task's failure, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import secrets
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+import msgpack
+
+from protocols import messages
+from protocols.members import Members, State
+from protocols.messages import (
+    Abort,
+    Argument,
+    AttemptKey,
+    Capacity,
+    Commit,
+    Committed,
+    Contact,
+    Done,
+    File,
+    Inquire,
+    Inquired,
+    Member,
+    Outcome,
+    Report,
+    Reported,
+    ReturnLeases,
+    Vacancy,
+    Value,
+    Work,
+)
+from protocols.records import Records, key_of
+from protocols.rpc import CallFailed, Refused, Rpc
+from protocols.strategy import Placed, Placement, Strategy, Unit
+from workflow import document, quantities, tree, wfformat
+from workflow.model import Needs, Task, Workflow
+
+from .blobs import BlobError, Blobs
+from .journal import Journal
+from .run import FINAL, Run, TaskState
+from .stage import Stage
+from .transfer import Transfer
+
+log = logging.getLogger("valence.home")
+
+COMMIT_WORKS_MAX = 500
+COMMIT_BYTES_MAX = 512 * 1024
+RUNS_REMEMBERED = 32
+ACTIVE_MAX = 1000
+LOSSES_MAX = 30
+RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
+CHECK_S = 5.0
+CHECK_TICK_S = 1.0
+
+
+class Home:
+    def __init__(
+        self,
+        *,
+        rpc: Rpc,
+        members: Members,
+        records: Records,
+        blobs: Blobs,
+        transfer: Transfer,
+        journal: Journal,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.journal = journal
+        self._rpc = rpc
+        self._members = members
+        self._records = records
+        self._blobs = blobs
+        self._transfer = transfer
+        self._clock = clock
+        self._rng = rng
+        self._strategies: dict[str, Strategy] = {}
+        self._active: dict[str, Run] = {}
+        self._ended: OrderedDict[str, Run] = OrderedDict()
+        self._at: dict[bytes, dict[AttemptKey, None]] = defaultdict(dict)  # peer → given to it
+        self._check_at: dict[bytes, float] = {}
+        self._stages: dict[str, Stage] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._submitting = 0
+        rpc.on(Report, self._report)
+        rpc.on(Vacancy, self._vacancy)
+        members.listen(self._member_changed)
+
+    def use(self, strategy: Strategy) -> None:
+        self._strategies[strategy.name] = strategy
+
+    def strategy(self, run: Run) -> Strategy:
+        name = run.workflow.strategy
+        return self._strategies["probe" if name == "auto" else name]
+
+    # ----------------------------------------------------------------- beginning
+
+    async def submit(
+        self, text: bytes, workflow: Workflow, id: str, options: dict[str, object], owner: str
+    ) -> Run:
+        """On disk when this returns."""
+        if len(self._active) + self._submitting >= ACTIVE_MAX:
+            raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
+        now = self._clock()
+        count = len(workflow.tasks)
+        key = options.get("idempotency")
+        row = (
+            id,
+            workflow.name,
+            owner,
+            "running",
+            now,
+            None,
+            count,
+            key,
+            text,
+            json.dumps(options),
+        )
+        self._submitting += 1
+        try:
+            at = await self.journal.create(row, {"tasks": count})
+        finally:
+            self._submitting -= 1
+        run = Run(id, workflow, now, self._rpc.me.id)
+        run.apply("submitted", {}, at)
+        self._active[id] = run
+        self.counts["submitted"] += 1
+        self._begin(run)
+        return run
+
+    async def load(self) -> None:
+        """After a restart: every workflow that had not ended goes on."""
+        for row in self.journal.rows("where ended_at is null", ()):
+            run = self._replay(row["id"])
+            if run is None:
+                continue
+            self._active[run.id] = run
+            for task in run.tasks.values():
+                if task.state == "retrying":
+                    run._set(task, "waiting")
+                for attempt in task.attempts:
+                    if attempt.state == "running" and task.state == "running":
+                        self._gave(run, task.id, attempt.number, attempt.peer)
+                        self._check_at[attempt.peer] = 0.0
+            self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        self._spawn(self._publish(run.id))
+        if run.unstaged:
+            stage = Stage(run, self._blobs, self._transfer)
+            self._stages[run.id] = stage
+            self._spawn(self._stage(run, stage))
+        self._place_ready(run)
+        self._conclude(run)
+
+    async def _publish(self, id: str) -> None:
+        await self._records.publish({key_of("home", id): self._rpc.me.id}, int(self._clock()))
+
+    def _replay(self, id: str) -> Run | None:
+        found = self.journal.document(id)
+        if found is None:
+            return None
+        text, options, submitted_at = found
+        try:
+            workflow = read_document(text, options)
+        except Exception:
+            log.exception("the document of %s can't be read any more", id)
+            return None
+        run = Run(id, workflow, submitted_at, self._rpc.me.id)
+        for _, at, kind, body in self.journal.read(id):
+            run.apply(kind, body, at)
+        return run
+
+    def get(self, id: str) -> Run | None:
+        """A workflow whose home is here, running or ended."""
+        run = self._active.get(id) or self._ended.get(id)
+        if run is None:
+            run = self._replay(id)
+            if run is not None:
+                self._remember(run)
+        return run
+
+    def _remember(self, run: Run) -> None:
+        self._ended[run.id] = run
+        self._ended.move_to_end(run.id)
+        while len(self._ended) > RUNS_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def active(self) -> list[Run]:
+        return list(self._active.values())
+
+    # ----------------------------------------------------------------- inputs
+
+    async def _stage(self, run: Run, stage: Stage) -> None:
+        """Bring the workflow's inputs into this peer's blobs, as they come."""
+        async for files, failed in stage.bring():
+            if run.over:
+                break
+            body = {"files": files, "failed": failed}
+            self._write(run, "staged", body)
+            for name, reason in failed:
+                doomed = [t for t in run.workflow.tasks.values() if name in t.inputs]
+                for task in doomed:
+                    self._fail(run, task.id, f"input {name}: {reason}")
+            self._place_ready(run)
+            self._conclude(run)
+        self._stages.pop(run.id, None)
+
+    def blob_arrived(self, hash: bytes) -> None:
+        for stage in self._stages.values():
+            stage.arrived.set()
+
+    # ----------------------------------------------------------------- placing
+
+    def _place_ready(self, run: Run, among: Iterable[TaskState] | None = None) -> None:
+        if run.over or run.cancelling:
+            return
+        units = []
+        for task in run.ready() if among is None else among:
+            if not run.is_ready(task) or not self._inputs_held(run, task):
+                continue
+            units.append(self._unit(run, task))
+            run.set_pending(task)
+        if units:
+            self.strategy(run).add(units)
+
+    def _unit(self, run: Run, task: TaskState) -> Unit:
+        spec = run.workflow.tasks[task.id]
+        failed_at = frozenset(a.peer for a in task.attempts if a.state in ("failed", "lost"))
+        key = AttemptKey(workflow=run.id, task=task.id, number=task.number + 1)
+        return Unit(
+            key,
+            wire_needs(spec.needs),
+            run.ranks[task.id],
+            run.runtime_s(task.id),
+            self._deadline(run),
+            failed_at,
+        )
+
+    def _deadline(self, run: Run) -> float | None:
+        at = deadline_at(run)
+        if at is None:
+            return None
+        return asyncio.get_running_loop().time() + (at - self._clock())
+
+    def _inputs_held(self, run: Run, task: TaskState) -> bool:
+        """True if some peer here holds each input; else their makers run again."""
+        lost: dict[str, str] = {}
+        spec = run.workflow.tasks[task.id]
+        files = [(run.workflow.producers.get(name), run.file(name)) for name in spec.inputs]
+        for ref in spec.references.values():
+            for name in ref.tasks:
+                value = run.value(name)
+                files.append((name, value.file if value is not None else None))
+        for maker, file in files:
+            if file is None or maker is None or file.hash in self._blobs:
+                continue
+            if not any(self._members.is_here(h) for h in file.holders):
+                lost[maker] = f"{file.name} was lost with the only peer that held it"
+        if not lost:
+            return True
+        again = [(m, why) for m, why in lost.items() if run.tasks[m].state == "succeeded"]
+        if again:
+            self._write(run, "reopened", {"tasks": again})
+            self.counts["reopened"] += len(again)
+            self._place_ready(run, [run.tasks[m] for m, _ in again])
+        return False
+
+    def placed(self, batch: list[Placed]) -> None:
+        """From a strategy: leases for units. Journal who got what, then tell the peers."""
+        by_run: dict[str, list[Placed]] = defaultdict(list)
+        stale: dict[bytes, tuple[Contact, list[int]]] = {}
+        for one in batch:
+            run = self._active.get(one.unit.key.workflow)
+            task = run.tasks.get(one.unit.key.task) if run else None
+            wanted = task is not None and task.state == "pending"
+            if run is None or task is None or not wanted or one.unit.key.number <= task.number:
+                stale.setdefault(one.peer.id, (one.peer, []))[1].append(one.lease)
+            else:
+                by_run[run.id].append(one)
+        for contact, leases in stale.values():
+            self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
+        for id, rows in by_run.items():
+            run = self._active[id]
+            by_placement: dict[int, tuple[Placement, list[tuple[str, int, bytes, int]]]] = {}
+            for one in rows:
+                member = self._members.get(one.peer.id)
+                boot = member.boot if member else 0
+                key = one.unit.key
+                entry = by_placement.setdefault(_identity(one.placement), (one.placement, []))
+                entry[1].append((key.task, key.number, one.peer.id, boot))
+            for placement, attempts in by_placement.values():
+                body = {"placement": placement.to_row(), "attempts": attempts}
+                self._write(run, "started", body)
+            for one in rows:
+                self._gave(run, one.unit.key.task, one.unit.key.number, one.peer.id)
+            self._spawn(self._dispatch(run, rows))
+
+    def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
+        key = AttemptKey(workflow=run.id, task=task, number=number)
+        self._at[peer][key] = None
+        now = asyncio.get_running_loop().time()
+        self._check_at.setdefault(peer, now + CHECK_S)
+
+    async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
+        works: dict[bytes, tuple[Contact, list[Work]]] = {}
+        lost = []
+        for one in rows:
+            try:
+                work = self._work(run, one)
+            except LookupError as error:  # a file it needs was lost this very moment
+                lost.append((one.unit.key, str(error)))
+                continue
+            works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+        if lost:
+            self._lost(lost)
+        await self.journal.synced()
+        await asyncio.gather(*(self._commit(peer, found) for peer, found in works.values()))
+
+    async def _commit(self, peer: Contact, works: list[Work]) -> None:
+        while works:
+            batch: list[Work] = []
+            size = 0
+            while works and len(batch) < COMMIT_WORKS_MAX and size < COMMIT_BYTES_MAX:
+                work = works.pop(0)
+                batch.append(work)
+                size += 200 + len(work.arguments) + sum(map(len, work.command or ()))
+                size += 150 * (len(work.inputs) + len(work.outputs))
+            try:
+                answer = await self._rpc.call(peer, Commit(works=tuple(batch)), Committed)
+            except Refused as error:
+                self._lost([(work.key, f"the peer refused it: {error}") for work in batch])
+            except CallFailed:
+                self._check_at[peer.id] = 0.0  # it may have got it or not: ask
+            else:
+                if answer.refused:
+                    self._lost([(k, f"the peer refused it: {why}") for k, why in answer.refused])
+
+    def _work(self, run: Run, one: Placed) -> Work:
+        spec = run.workflow.tasks[one.unit.key.task]
+        return Work(
+            key=one.unit.key,
+            lease=one.lease,
+            needs=one.unit.needs,
+            command=spec.command,
+            call=spec.call,
+            arguments=b"" if spec.call is None else pack_arguments(spec),
+            references=tuple(
+                Argument(
+                    name=name,
+                    many=ref.many,
+                    values=tuple(_value(run, task) for task in ref.tasks),
+                )
+                for name, ref in spec.references.items()
+            ),
+            env=tuple(spec.env.items()),
+            inputs=tuple(_file(run, name) for name in spec.inputs),
+            outputs=spec.outputs,
+            timeout_s=spec.timeout_s,
+            runtime_s=one.unit.runtime_s,
+        )
+
+    # ----------------------------------------------------------------- outcomes
+
+    async def _report(self, sender: Contact, message: Report) -> Reported:
+        kept: list[AttemptKey] = []
+        unknown: list[AttemptKey] = []
+        by_run: dict[str, list[Outcome]] = defaultdict(list)
+        for ended in message.outcomes:
+            self._at[sender.id].pop(ended.key, None)
+            run = self._active.get(ended.key.workflow)
+            if run is None:
+                known = self.journal.rows("where id = ?", (ended.key.workflow,))
+                (kept if known else unknown).append(ended.key)
+            elif ended.key.task not in run.tasks:
+                unknown.append(ended.key)
+            else:
+                by_run[run.id].append(ended)
+        for outcomes in by_run.values():
+            for ended in outcomes:
+                await self._take_enclosed(ended)
+        for id, outcomes in by_run.items():
+            run = self._active.get(id)
+            if run is not None:
+                self._take(run, sender.id, outcomes)
+            kept.extend(ended.key for ended in outcomes)
+        for strategy in self._strategies.values():
+            strategy.vacancy(sender.id, message.free)
+        await self.journal.synced()
+        return Reported(kept=tuple(kept), unknown=tuple(unknown))
+
+    async def _take_enclosed(self, ended: Outcome) -> None:
+        for hash, data in ended.enclosed:
+            if hash not in self._blobs:
+                try:
+                    await self._blobs.put(data)
+                except BlobError as error:
+                    log.warning("no room for a second copy of an output: %s", error)
+
+    def _take(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> None:
+        """Those that count, in one entry."""
+        rows = []
+        changed: list[TaskState] = []
+        seen: set[str] = set()
+        for ended in outcomes:
+            task = run.tasks[ended.key.task]
+            attempt = task.attempt(ended.key.number)
+            stale = attempt is None or (attempt.state != "running" and ended.kind != "ok")
+            # after the first result, after a cancel, or for an attempt given up: ignored
+            if task.state in FINAL or stale or task.id in seen:
+                self.counts["ignored_outcomes"] += 1
+                continue
+            if ended.kind != "ok" and ended.key.number != task.number:
+                self.counts["ignored_outcomes"] += 1
+                continue
+            seen.add(task.id)
+            held = tuple((h, b"") for h, _ in ended.enclosed if h in self._blobs)
+            verdict = run.verdict(ended)
+            if verdict == "returned" and task.losses >= LOSSES_MAX:
+                verdict = "failed"
+            rows.append((ended.model_copy(update={"enclosed": held}), peer, verdict))
+            changed.append(task)
+        if not rows:
+            return
+        self._write(run, "finished", {"outcomes": rows})
+        for (ended, _, verdict), task in zip(rows, changed, strict=True):
+            self.counts[f"tasks_{verdict}"] += 1
+            if verdict == "succeeded":
+                self._drop_others(run, task, ended.key.number)
+            elif verdict == "failed":
+                self._skip_behind(run, task.id)
+            else:
+                self._place_later(run, task)
+        ready = {
+            child: run.tasks[child]
+            for task in changed
+            if task.state == "succeeded"
+            for child in run.children[task.id]
+        }
+        self._place_ready(run, [t for t in ready.values() if t.state == "waiting"])
+        self._keep_twice(run, changed)
+        self._conclude(run)
+
+    def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
+        """A copy of what the user came for, where it did not come along with the outcome."""
+        final = set(run.workflow.final_files()) if any(t.won for t in changed) else set()
+        for task in changed:
+            for file in task.won.outputs if task.won else ():
+                if file.name in final and file.hash not in self._blobs:
+                    self._spawn(self._fetch(file.model_copy(update={"holders": (task.holder,)})))
+
+    async def _fetch(self, file: File) -> None:
+        try:
+            await self._transfer.fetch(file)
+        except (BlobError, CallFailed) as error:
+            log.info("no second copy of %s: %s", file.name, error)
+
+    def _drop_others(self, run: Run, task: TaskState, winner: int) -> None:
+        """Other attempts of a task that is done are of no use any more."""
+        self.strategy(run).withdraw(
+            [AttemptKey(workflow=run.id, task=task.id, number=task.number + 1)]
+        )
+        for attempt in task.attempts:
+            if attempt.number != winner and attempt.state == "running":
+                self._abort_at(attempt.peer, [_key(run, task.id, attempt.number)])
+
+    def _abort_at(self, peer: bytes, keys: list[AttemptKey]) -> None:
+        for key in keys:
+            self._at[peer].pop(key, None)
+        contact = self._members.contact(peer)
+        if contact is not None:
+            self._spawn(self._abort(contact, keys))
+
+    async def _abort(self, contact: Contact, keys: list[AttemptKey]) -> None:
+        try:
+            await self._rpc.call(contact, Abort(keys=tuple(keys), reason="not needed"), Done)
+        except CallFailed as error:  # it runs to its end there, and its outcome is ignored
+            log.info("%d attempts could not be ended: %s", len(keys), error)
+
+    def _place_later(self, run: Run, task: TaskState) -> None:
+        tries = task.failures + task.losses
+        wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2 ** max(0, tries - 1))
+        if task.losses and not task.failures and task.losses <= 2:
+            wait_s = 0.0  # it was nobody's fault
+        loop = asyncio.get_running_loop()
+        loop.call_later(wait_s * (0.75 + self._rng.random() / 2), self._place_again, run, task)
+
+    def _place_again(self, run: Run, task: TaskState) -> None:
+        if run.id in self._active and task.state == "retrying" and not task.missing:
+            run._set(task, "waiting")
+            self._place_ready(run, [task])
+
+    def _fail(self, run: Run, task: str, reason: str) -> None:
+        if run.tasks[task].state not in FINAL:
+            self._write(run, "skipped", {"tasks": [(task, "failed", reason)]})
+            self._skip_behind(run, task)
+
+    def _skip_behind(self, run: Run, failed: str) -> None:
+        doomed = [
+            (t, "skipped", f"it depends on {failed}, which failed") for t in run.doomed_by(failed)
+        ]
+        if doomed:
+            self._write(run, "skipped", {"tasks": doomed})
+
+    def _conclude(self, run: Run) -> None:
+        found = None if run.over else run.conclusion()
+        if found is None:
+            return
+        state, reason = found
+        self._write(run, "ended", {"state": state, "reason": reason})
+        self.journal.update_state(run.id, state, run.ended_at)
+        self._active.pop(run.id, None)
+        self._remember(run)
+        self.counts[f"workflows_{state}"] += 1
+
+    def _write(self, run: Run, kind: str, body: dict[str, Any]) -> None:
+        at = self.journal.append(run.id, run.seq, kind, body)
+        run.apply(kind, body, at)
+
+    # ----------------------------------------------------------------- cancelling
+
+    async def cancel(self, id: str, reason: str) -> Run | None:
+        run = self.get(id)
+        if run is None or run.over:
+            return run
+        running: dict[bytes, list[AttemptKey]] = defaultdict(list)
+        pending = []
+        for task in run.tasks.values():
+            if task.state == "pending":
+                pending.append(_key(run, task.id, task.number + 1))
+            for attempt in task.attempts:
+                if attempt.state == "running":
+                    running[attempt.peer].append(_key(run, task.id, attempt.number))
+        self._write(run, "cancelled", {"reason": reason})
+        self._conclude(run)
+        self.strategy(run).withdraw(pending)
+        for peer, keys in running.items():
+            self._abort_at(peer, keys)
+        await self.journal.synced()
+        return run
+
+    # ----------------------------------------------------------------- doubts
+
+    def _vacancy(self, sender: Contact, message: Vacancy) -> None:
+        self._heard_of_room(sender.id, message.free)
+
+    def _heard_of_room(self, peer: bytes, free: Capacity) -> None:
+        for strategy in self._strategies.values():
+            strategy.vacancy(peer, free)
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        peer = new.contact.id
+        if new.state >= State.DEAD:
+            what = "died" if new.state == State.DEAD else "left"
+            self._lost([(key, f"its peer {peer.hex()[:8]} {what}") for key in self._at[peer]])
+            self._at.pop(peer, None)
+        elif old is not None and old.boot != new.boot:
+            self._check_at[peer] = 0.0  # it was started anew: ask what it still has
+        if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
+            for run in self.active():  # what waited for its files, or for its kind of peer
+                self._place_ready(run)
+
+    def _lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
+        by_run: dict[str, list[tuple[str, int, str, str]]] = defaultdict(list)
+        for key, reason in list(rows):
+            run = self._active.get(key.workflow)
+            task = run.tasks.get(key.task) if run else None
+            attempt = task.attempt(key.number) if task else None
+            if task is None or attempt is None or attempt.state != "running":
+                continue
+            if task.state in FINAL or task.number != key.number:
+                continue
+            verdict = "failed" if task.losses >= LOSSES_MAX else "retrying"
+            by_run[key.workflow].append((key.task, key.number, reason, verdict))
+        for peer_keys in self._at.values():
+            for key, _ in rows:
+                peer_keys.pop(key, None)
+        for id, lost in by_run.items():
+            run = self._active[id]
+            self._write(run, "lost", {"attempts": lost})
+            self.counts["attempts_lost"] += len(lost)
+            for name, _, _, verdict in lost:
+                if verdict == "failed":
+                    self._skip_behind(run, name)
+                else:
+                    self._place_later(run, run.tasks[name])
+            self._conclude(run)
+
+    async def watch(self) -> None:
+        """Ask peers about what they were given, now and then, and at once where there is doubt."""
+        interval: dict[bytes, float] = {}
+        while True:
+            await asyncio.sleep(CHECK_TICK_S)
+            now = asyncio.get_running_loop().time()
+            for peer in [p for p, keys in self._at.items() if not keys]:
+                self._at.pop(peer)
+                self._check_at.pop(peer, None)
+                interval.pop(peer, None)
+            due = [p for p in self._at if self._check_at.get(p, 0.0) <= now]
+            for peer in due:
+                interval[peer] = min(30.0, 1.5 * interval.get(peer, CHECK_S))
+                self._check_at[peer] = now + interval[peer]
+            await asyncio.gather(*(self._check(peer) for peer in due))
+
+    async def _check(self, peer: bytes) -> None:
+        keys = list(self._at.get(peer, ()))[:2000]
+        contact = self._members.contact(peer)
+        if not self._members.is_here(peer) or contact is None:
+            self._lost([(key, f"its peer {peer.hex()[:8]} is gone") for key in keys])
+            return
+        try:
+            answer = await self._rpc.call(contact, Inquire(keys=tuple(keys)), Inquired)
+        except CallFailed:
+            self._check_at[peer] = 0.0
+            return
+        states = zip(keys, answer.states, strict=False)
+        gone = [key for key, state in states if state == "unknown" and key in self._at[peer]]
+        if gone:
+            self._lost([(key, f"its peer {peer.hex()[:8]} knows nothing of it") for key in gone])
+
+    def waiting_for(self, run: Run, task: TaskState) -> str:
+        """In words: what an unfinished task waits for."""
+        spec = run.workflow.tasks[task.id]
+        if self.journal.trouble:
+            return f"the home's journal can't be written: {self.journal.trouble}"
+        if task.state == "running":
+            attempt = task.attempt(task.number)
+            return f"it runs on peer {attempt.peer.hex()[:8]}" if attempt else "it runs"
+        if task.state == "retrying":
+            return f"it is tried again soon, after: {task.reason}"
+        if task.state == "pending":
+            key = _key(run, task.id, task.number + 1)
+            return self.strategy(run).waiting_for(key) or "a peer has been found for it"
+        reasons = [f"input {n}: {run.unstaged[n]}" for n in spec.inputs if n in run.unstaged]
+        makers = {run.workflow.producers.get(n): n for n in spec.inputs}
+        for parent in run.workflow.parents[task.id]:
+            above = run.tasks[parent]
+            if above.state != "succeeded":
+                made = makers.get(parent)
+                what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
+                reasons.append(f"{what} ({above.state})")
+        shown = "; ".join(reasons[:5])
+        return f"{shown}; and {len(reasons) - 5} more" if len(reasons) > 5 else shown
+
+    # ----------------------------------------------------------------- small things
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("an error in the home", exc_info=task.exception())
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.journal.synced()
+
+
+#: `id` is a parameter's name in here
+_identity = id
+
+
+def _key(run: Run, task: str, number: int) -> AttemptKey:
+    return AttemptKey(workflow=run.id, task=task, number=number)
+
+
+def _file(run: Run, name: str) -> File:
+    file = run.file(name)
+    if file is None:
+        raise LookupError(f"input {name} is gone")
+    return file
+
+
+def _value(run: Run, task: str) -> Value:
+    value = run.value(task)
+    if value is None:
+        raise LookupError(f"the value of {task} is gone")
+    return value
+
+
+def pack_arguments(spec: Task) -> bytes:
+    packed: bytes = msgpack.packb([list(spec.args), dict(spec.kwargs)])
+    return packed
+
+
+def new_id() -> str:
+    return "w" + secrets.token_hex(8)
+
+
+def wire_needs(needs: Needs) -> messages.Needs:
+    return messages.Needs(
+        capacity=Capacity(
+            millicores=needs.millicores,
+            memory_bytes=needs.memory_bytes,
+            disk_bytes=needs.disk_bytes,
+            gpus=needs.gpus,
+        ),
+        arch=needs.arch,
+        os=needs.os,
+        site=needs.site,
+        speed=needs.speed,
+        labels=needs.labels,
+        software=needs.software,
+    )
+
+
+def deadline_at(run: Run) -> float | None:
+    """On the wall clock."""
+    text = run.workflow.deadline
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        pass
+    else:
+        return run.submitted_at + number
+    try:
+        return run.submitted_at + quantities.seconds(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+
+
+def read_document(text: bytes, options: dict[str, object]) -> Workflow:
+    """As it was submitted: our own document, or a WfFormat instance with its scales."""
+    value, lines = tree.read(text)
+    if wfformat.is_instance(value):
+        return wfformat.parse(
+            value,
+            float(str(options.get("time_scale", 1.0))),
+            float(str(options.get("size_scale", 1.0))),
+        )
+    return document.from_value(value, lines)

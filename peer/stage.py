@@ -1,0 +1,155 @@
+"""A workflow's inputs, brought to its home: texts and made-up bytes at once, blobs when they are
+uploaded somewhere, URLs fetched with a few tries. Tasks wait for their own inputs only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from protocols.messages import File
+from workflow.model import Source
+from workflow.quantities import show_bytes
+from workflow.replay import made_up
+
+from .blobs import BlobError, Blobs
+from .run import Run
+from .transfer import Transfer
+
+AT_ONCE = 16
+BATCH = 500
+URL_TRIES = 4
+URL_TIMEOUT_S = 3600.0
+LOOK_AGAIN_S_MIN, LOOK_AGAIN_S_MAX = 0.5, 10.0
+
+Staged = tuple[str, bytes, int]
+Failed = tuple[str, str]
+
+
+class Stage:
+    def __init__(self, run: Run, blobs: Blobs, transfer: Transfer) -> None:
+        self.arrived = asyncio.Event()
+        self._run = run
+        self._blobs = blobs
+        self._transfer = transfer
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    async def bring(self) -> AsyncIterator[tuple[list[Staged], list[Failed]]]:
+        """Inputs as they come, several at a time."""
+        waiting = {
+            asyncio.ensure_future(self._one(name, self._run.workflow.inputs[name]))
+            for name in list(self._run.unstaged)
+        }
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if waiting:  # let those that are nearly there share the entry
+                    more, waiting = await asyncio.wait(waiting, timeout=0.01)
+                    done |= more
+                results = [task.result() for task in done]
+                for start in range(0, len(results), BATCH):
+                    part = results[start : start + BATCH]
+                    yield (
+                        [(n, h, s) for n, h, s, why in part if not why],
+                        [(n, why) for n, _, _, why in part if why],
+                    )
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _one(self, name: str, source: Source) -> tuple[str, bytes, int, str]:
+        try:
+            if source.kind == "blob":
+                hash, size = await self._uploaded(name, bytes.fromhex(source.value[7:]))
+            else:
+                async with self._slots:
+                    hash, size = await self._made(name, source)
+        except (BlobError, OSError, aiohttp.ClientError, TimeoutError) as error:
+            return name, b"", 0, str(error) or type(error).__name__
+        return name, hash, size, ""
+
+    async def _made(self, name: str, source: Source) -> tuple[bytes, int]:
+        if source.kind == "text":
+            data = source.value.encode()
+            return await self._blobs.put(data), len(data)
+        if source.kind == "url":
+            return await self._fetch_url(name, source.value)
+        part = self._blobs.new_part()
+        size = int(source.value)
+        self._run.unstaged[name] = f"{show_bytes(size)} are being made up"
+        self._blobs.make_room(size)
+        await asyncio.to_thread(_make_up, str(part), name, size)
+        try:
+            return await self._blobs.adopt(part)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def _uploaded(self, name: str, hash: bytes) -> tuple[bytes, int]:
+        """Here, or at a peer that the catalog names; or wait until it is."""
+        delay_s = LOOK_AGAIN_S_MIN
+        while True:
+            self.arrived.clear()
+            size = self._blobs.size(hash)
+            if size is not None:
+                return hash, size
+            holders = await self._transfer.find(hash)
+            if holders:
+                size = await self._transfer.size(hash, holders)
+            if size is not None:
+                file = File(name=name, hash=hash, size=size, holders=tuple(holders[:16]))
+                async with self._slots:
+                    await self._transfer.fetch(file)
+                return hash, size
+            text = hash.hex()
+            self._run.unstaged[name] = f"blob sha256:{text[:12]}… has not been uploaded yet"
+            try:
+                async with asyncio.timeout(delay_s * (0.75 + random.random() / 2)):
+                    await self.arrived.wait()
+            except TimeoutError:
+                delay_s = min(LOOK_AGAIN_S_MAX, delay_s * 1.5)
+
+    async def _fetch_url(self, name: str, url: str) -> tuple[bytes, int]:
+        last: Exception | None = None
+        for attempt in range(URL_TRIES):
+            self._run.unstaged[name] = f"{url} is being fetched (try {attempt + 1})"
+            try:
+                return await self._download(url)
+            except aiohttp.ClientResponseError as error:
+                if error.status < 500:
+                    raise
+                last = error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                last = error
+            await asyncio.sleep(0.5 * 2**attempt)
+        raise last or OSError("it can't be fetched")
+
+    async def _download(self, url: str) -> tuple[bytes, int]:
+        part = self._blobs.new_part()
+        digest = hashlib.sha256()
+        limit = aiohttp.ClientTimeout(total=URL_TIMEOUT_S, sock_read=60)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as session,
+                session.get(url, raise_for_status=True) as response,
+            ):
+                self._blobs.make_room(response.content_length or 0)
+                size = 0
+                with part.open("wb") as file:
+                    async for chunk in response.content.iter_chunked(1 << 20):
+                        size += len(chunk)
+                        self._blobs.make_room(size)
+                        digest.update(chunk)
+                        await asyncio.to_thread(file.write, chunk)
+            return await self._blobs.adopt(part, hashed=digest.digest())
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _make_up(path: str, name: str, size: int) -> None:
+    with open(path, "wb") as file:
+        for chunk in made_up(name, size):
+            file.write(chunk)
