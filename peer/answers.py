@@ -60,6 +60,7 @@ class Answers:
             "cancel": self._cancel,
             "files": self._files,
             "file": self._file,
+            "document": self._document,
         }
         rpc.on(Ask, self._asked)
         rpc.on(ListWorkflows, self._list)
@@ -162,7 +163,7 @@ class Answers:
             if after not in run.tasks:
                 raise Problem(400, f"after: there is no task {after}")
             start = names.index(after) + 1
-        found = []
+        found: list[api.TaskRow] = []
         for name in names[start:]:
             task = run.tasks[name]
             if state is None or task.state == state:
@@ -244,7 +245,7 @@ class Answers:
                 over = kind == "ended"
                 if len(found) >= EVENTS_PER_PAGE_MAX:
                     break
-            if found or over or (run.over and not run.seq > seq + 1):
+            if found or over:
                 return api.EventPage(events=found, over=over)
             try:
                 async with asyncio.timeout_at(deadline):
@@ -280,6 +281,10 @@ class Answers:
             ]
         )
 
+    def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+        found = self._home.journal.document(run.id)
+        return _Document(hash=str(found[1].get("document", "")) if found else "")
+
     def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
         name = arguments["name"]
         file = run.file(name)
@@ -293,6 +298,10 @@ class Answers:
             why = run.unstaged.get(name) or run.stage_failures.get(name, "")
             raise Problem(404, f"input {name} is not there yet: {why}")
         raise Problem(404, f"workflow {run.id} has no file {name}")
+
+
+class _Document(BaseModel):
+    hash: str
 
 
 class _Located(BaseModel):

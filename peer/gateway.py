@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -103,10 +104,12 @@ class Gateway:
         """No record of it: before saying that there is none, ask everybody."""
         members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         answers = await self._everyone(members, FindHome(workflow=id), FoundHome)
-        for member, answer in answers:
-            if isinstance(answer, FoundHome) and answer.here:
-                return member.contact.id
-        return None
+        found: list[bytes] = [
+            member.contact.id
+            for member, answer in answers
+            if isinstance(answer, FoundHome) and answer.here
+        ]
+        return found[0] if found else None
 
     async def _everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
         slots = asyncio.Semaphore(FAN_OUT)
@@ -118,7 +121,7 @@ class Gateway:
                 except CallFailed:
                     return member, None
 
-        return await asyncio.gather(*map(one, members))
+        return list(await asyncio.gather(*map(one, members)))
 
     # ----------------------------------------------------------------- submitting
 
@@ -153,14 +156,16 @@ class Gateway:
             run = await self._home.submit(text, workflow, id, options, owner)
         except Refused as error:
             raise Problem(503, error.text) from None
+        except sqlite3.IntegrityError:  # the same key, a moment ago
+            return await self._same(id, options), False
         except DatabaseError as error:
             raise Problem(507, f"it can't be written to disk: {error}") from None
         return await self.ask(run.id, "workflow"), True
 
     async def _same(self, id: str, options: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = await self.ask(id, "workflow")
-        known = self._home.journal.document(id)
-        if known is not None and known[1].get("document") != options["document"]:
+        first = await self.ask(id, "document")
+        if first["hash"] != options["document"]:
             raise Problem(
                 422,
                 "this Idempotency-Key was used for another document; use a new key for this one",

@@ -1,0 +1,425 @@
+"""The HTTP door: authentication, limits, problem documents, and one handler per route.
+
+Nothing but `/healthz` is served without the token. Every error is an RFC 9457 problem document,
+whatever raised it; an unexpected one is logged here and told as 500 without its details.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from protocols.messages import File
+from workflow.tree import DOCUMENT_BYTES_MAX
+
+from . import api
+from .answers import Problem
+from .blobs import BlobError, Blobs
+from .gateway import Gateway
+from .metrics import CONTENT_TYPE, Metrics
+from .routes import ROUTES, VERSION, openapi
+from .transfer import Transfer
+
+log = logging.getLogger("valence.http")
+
+STREAMS_MAX = 200
+EVENT_WAIT_S = 10.0
+HEADER_BYTES_MAX = 16 * 1024
+KEY_CHARS_MAX = 200
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+_EVENT = re.compile(r"(\d{1,15})\.(\d{1,9})")
+_TITLES = {
+    400: "Bad request",
+    401: "Not authenticated",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    413: "Too large",
+    415: "Unsupported media type",
+    416: "Range not satisfiable",
+    422: "Invalid document",
+    500: "Internal error",
+    503: "Not available now",
+    507: "Insufficient storage",
+}
+
+
+class Http:
+    def __init__(
+        self,
+        *,
+        gateway: Gateway,
+        blobs: Blobs,
+        transfer: Transfer,
+        metrics: Metrics,
+        token: str,
+        requests_max: int,
+        peer: str,
+        blob_arrived: Callable[[bytes], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._gateway = gateway
+        self._blobs = blobs
+        self._transfer = transfer
+        self._metrics = metrics
+        self._token = token.encode()
+        self._requests_max = requests_max
+        self._peer = peer
+        self._blob_arrived = blob_arrived
+        self._clock = clock
+        self._open = 0
+        self._streams = 0
+        self._runner: web.AppRunner | None = None
+        self._stopping = asyncio.Event()
+
+    async def start(self, host: str, port: int) -> int:
+        app = web.Application(middlewares=[self._guard], client_max_size=DOCUMENT_BYTES_MAX + 1024)
+        for route in ROUTES:
+            path = route.path.replace("{name}", "{name:.+}")
+            app.router.add_route(route.method, path, getattr(self, "_" + route.handler))
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=512)
+        await site.start()
+        addresses = self._runner.addresses
+        return int(addresses[0][1])
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ----------------------------------------------------------------- the door
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._open >= self._requests_max:
+            self.counts["503"] += 1
+            answer = _problem(Problem(503, "too many requests are open here; try again soon"))
+            answer.headers["Retry-After"] = "1"
+            return answer
+        self._open += 1
+        try:
+            if request.path != "/healthz":
+                self._authenticate(request)
+            response = await handler(request)
+        except Problem as problem:
+            response = _problem(problem)
+        except BlobError as error:
+            response = _problem(Problem(error.status, str(error)))
+        except web.HTTPRequestEntityTooLarge:
+            limit = f"a document has at most {DOCUMENT_BYTES_MAX:,} bytes"
+            response = _problem(Problem(413, limit))
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path}: {error.reason}"
+            response = _problem(Problem(error.status, what))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("%s %s", request.method, request.path)
+            response = _problem(Problem(500, "an error in the peer; its log says more"))
+        finally:
+            self._open -= 1
+        self.counts[str(response.status)] += 1
+        return response
+
+    def _authenticate(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "")
+        scheme, _, token = given.partition(" ")
+        right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token)
+        if scheme.lower() != "bearer" or not right:
+            how = "send `Authorization: Bearer <token>`; `valence token` prints it"
+            raise Problem(401, how if not given else f"the token is wrong: {how}")
+
+    # ----------------------------------------------------------------- the peer
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return _json(api.Health(status="ok", peer=self._peer, version=VERSION))
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(openapi())
+
+    async def _peers(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.peers())
+
+    # ----------------------------------------------------------------- workflows
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        kind = request.content_type
+        if kind not in ("application/octet-stream", "text/plain") and not kind.endswith(
+            ("json", "yaml")
+        ):
+            raise Problem(415, f"send application/yaml or application/json, not {kind}")
+        options: dict[str, Any] = {}
+        for name in ("time_scale", "size_scale"):
+            if name in request.query:
+                options[name] = _number(request, name)
+        key = request.headers.get("Idempotency-Key")
+        if key is not None:
+            if not key or len(key) > KEY_CHARS_MAX:
+                raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} characters")
+            options["idempotency"] = key
+        text = await request.read()
+        view, new = await self._gateway.submit(text, options, "default")
+        headers = {"Location": f"/v1/workflows/{view['id']}"}
+        return _json(view, 201 if new else 200, headers)
+
+    async def _workflows(self, request: web.Request) -> web.Response:
+        before = request.query.get("before", "")
+        if before and not re.fullmatch(r"\d{1,12}(\.\d{1,9})?,\w{1,40}", before):
+            raise Problem(400, "before: pass the `next` of the page before")
+        limit = _integer(request, "limit", 100, 1, 1000)
+        state = request.query.get("state", "")
+        return _json(await self._gateway.workflows(before, limit, state[:20]))
+
+    async def _workflow(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.ask(_id(request), "workflow"))
+
+    async def _tasks(self, request: web.Request) -> web.Response:
+        return _json(
+            await self._gateway.ask(
+                _id(request),
+                "tasks",
+                limit=_integer(request, "limit", 100, 1, 1000),
+                after=request.query.get("after"),
+                state=request.query.get("state"),
+            )
+        )
+
+    async def _task(self, request: web.Request) -> web.Response:
+        task = request.match_info["task"]
+        return _json(await self._gateway.ask(_id(request), "task", task=task))
+
+    async def _log(self, request: web.Request) -> web.StreamResponse:
+        number = None
+        if "attempt" in request.query:
+            number = _integer(request, "attempt", 0, 1, 2**31)
+        found = await self._gateway.ask(
+            _id(request), "log", task=request.match_info["task"], attempt=number
+        )
+        headers = {
+            "X-Valence-Attempt": str(found["attempt"]),
+            "X-Valence-Peer": found["peer"],
+            "X-Valence-Truncated": "yes" if found["truncated"] else "no",
+        }
+        if found["file"] is None:
+            return web.Response(text=found["text"], content_type="text/plain", headers=headers)
+        hash, size, holders = found["file"]
+        file = _file("log", hash, size, holders)
+        try:
+            text = b"".join([part async for part in self._transfer.read(file, 0, size)])
+        except BlobError:
+            # the peer that ran it is gone, and the whole log with it: what travelled is left
+            headers["X-Valence-Truncated"] = "beginning lost with its peer"
+            return web.Response(text=found["text"], content_type="text/plain", headers=headers)
+        whole = text.decode("utf-8", "replace")
+        return web.Response(text=whole, content_type="text/plain", headers=headers)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.ask(_id(request), "cancel"))
+
+    async def _files(self, request: web.Request) -> web.Response:
+        return _json(await self._gateway.ask(_id(request), "files"))
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        found = await self._gateway.ask(_id(request), "file", name=name)
+        file = _file(name, found["hash"], found["size"], found["holders"])
+        return await self._serve(request, file)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        last = request.headers.get("Last-Event-ID") or request.query.get("after") or ""
+        position = (-1, -1)
+        if last:
+            match = _EVENT.fullmatch(last)
+            if match is None:
+                raise Problem(400, "Last-Event-ID: the id of an event, such as 12.0")
+            position = int(match[1]), int(match[2])
+        if self._streams >= STREAMS_MAX:
+            raise Problem(503, "too many event streams are open here")
+        id = _id(request)
+        page = await self._gateway.ask(id, "events", after=position, wait_s=0)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        self._streams += 1
+        try:
+            await response.prepare(request)
+            await self._stream(response, id, position, page)
+        except Problem as problem:  # the home went away: the client begins again where it was
+            note = json.dumps({"type": "interrupted", "reason": problem.detail})
+            await response.write(f"event: interrupted\ndata: {note}\n\n".encode())
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _stream(
+        self, response: web.StreamResponse, id: str, position: tuple[int, int], page: Any
+    ) -> None:
+        while True:
+            text = []
+            for event in page["events"]:
+                first, _, second = event["id"].partition(".")
+                position = int(first), int(second)
+                data = json.dumps(event, ensure_ascii=False)
+                text.append(f"id: {event['id']}\nevent: {event['type']}\ndata: {data}\n\n")
+            # a comment now and then shows both sides that the other is there
+            await response.write("".join(text).encode() or b": waiting\n\n")
+            if page["over"] or self._stopping.is_set():
+                return
+            page = await self._gateway.ask(id, "events", after=position, wait_s=EVENT_WAIT_S)
+
+    # ----------------------------------------------------------------- blobs
+
+    async def _put_blob(self, request: web.Request) -> web.Response:
+        hash = _hash(request)
+        known = self._blobs.size(hash)
+        if known is not None:
+            await request.release()
+            self._blob_arrived(hash)
+            return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
+        size = await self._blobs.receive(_chunks(request), hash, request.content_length)
+        await self._transfer.announce(hash, int(self._clock()))
+        self._blob_arrived(hash)
+        return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
+
+    async def _get_blob(self, request: web.Request) -> web.StreamResponse:
+        hash = _hash(request)
+        size = self._blobs.size(hash)
+        holders: list[bytes] = []
+        if size is None:
+            holders = await self._transfer.find(hash)
+            size = await self._transfer.size(hash, holders)
+        if size is None:
+            raise Problem(404, f"nobody is known to hold sha256:{hash.hex()}")
+        name = hash.hex()
+        return await self._serve(request, _file(name, name, size, [h.hex() for h in holders]))
+
+    async def _serve(self, request: web.Request, file: File) -> web.StreamResponse:
+        start, end, status = 0, file.size, 200
+        if "Range" in request.headers:
+            start, end = _range(request, file.size)
+            status = 206
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(end - start),
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{file.hash.hex()}"',
+            "X-Content-Type-Options": "nosniff",
+            "Content-Disposition": "attachment",
+        }
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
+        parts = self._transfer.read(file, start, end)
+        # the first part before the first header: a file that nobody can give is an error, not a
+        # success that breaks off
+        first = await anext(parts, b"")
+        response = web.StreamResponse(status=status, headers=headers)
+        await response.prepare(request)
+        await response.write(first)
+        async for part in parts:
+            await response.write(part)
+        return response
+
+
+def _problem(problem: Problem) -> web.Response:
+    document = api.ProblemDocument(
+        title=_TITLES.get(problem.status, "Error"),
+        status=problem.status,
+        detail=problem.detail,
+        errors=problem.errors,
+    )
+    headers = {"WWW-Authenticate": "Bearer"} if problem.status == 401 else None
+    return web.Response(
+        text=document.model_dump_json(),
+        status=problem.status,
+        content_type="application/problem+json",
+        headers=headers,
+    )
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
+    return web.Response(text=text, status=status, content_type="application/json", headers=headers)
+
+
+def _id(request: web.Request) -> str:
+    id = request.match_info["id"]
+    if not re.fullmatch(r"\w{1,40}", id):
+        raise Problem(404, "there is no such workflow")
+    return id
+
+
+def _hash(request: web.Request) -> bytes:
+    match = _HASH.fullmatch(request.match_info["hash"])
+    if match is None:
+        raise Problem(400, "a blob is named sha256: and 64 hexadecimal digits")
+    return bytes.fromhex(match[1])
+
+
+def _integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
+        raise Problem(400, f"{name}: a number from {low} to {high} is expected")
+    return int(text)
+
+
+def _number(request: web.Request, name: str) -> float:
+    try:
+        value = float(request.query[name])
+        if 0 <= value <= 1e6:
+            return value
+    except ValueError:
+        pass
+    raise Problem(400, f"{name}: a number from 0 to 1,000,000 is expected")
+
+
+def _range(request: web.Request, size: int) -> tuple[int, int]:
+    try:
+        part = request.http_range
+    except ValueError:
+        raise Problem(416, "one range of bytes is expected, such as bytes=0-99") from None
+    start, stop, _ = part.indices(size)
+    if start >= stop:
+        raise Problem(416, f"the file has {size} bytes")
+    return start, stop
+
+
+def _file(name: str, hash: str, size: int, holders: list[str]) -> File:
+    return File(
+        name=name,
+        hash=bytes.fromhex(hash),
+        size=size,
+        holders=tuple(bytes.fromhex(h) for h in holders)[:16],
+    )
+
+
+async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
+    async for chunk in request.content.iter_chunked(1 << 20):
+        yield chunk
