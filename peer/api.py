@@ -174,7 +174,3 @@ class EventPage(BaseModel):
 class BlobView(BaseModel):
     hash: str
     size: int
-
-
-class Submitted(WorkflowView):
-    pass

@@ -8,7 +8,6 @@ import json
 import logging
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -50,14 +49,12 @@ class Gateway:
         records: Records,
         home: Home,
         answers: Answers,
-        clock: Callable[[], float],
     ) -> None:
         self._rpc = rpc
         self._members = members
         self._records = records
         self._home = home
         self._answers = answers
-        self._clock = clock
         self._homes: OrderedDict[str, bytes] = OrderedDict()
 
     # ----------------------------------------------------------------- one workflow

@@ -87,6 +87,7 @@ class Home:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.journal = journal
+        self.closed = False  # this peer is leaving
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -119,6 +120,8 @@ class Home:
         self, text: bytes, workflow: Workflow, id: str, options: dict[str, object], owner: str
     ) -> Run:
         """On disk when this returns."""
+        if self.closed:
+            raise Refused("leaving", "this peer is leaving; submit to another one")
         if len(self._active) + self._submitting >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
         now = self._clock()

@@ -108,6 +108,11 @@ class Members:
         self._update_me(incarnation=max(self.me.incarnation, rumour.incarnation) + 1)
         return True
 
+    def describe(self, http: str) -> None:
+        """Where HTTP is served, known once the socket is open; before anybody was told."""
+        self.me = self.me.model_copy(update={"http": http})
+        self._set(self.me, 0.0)
+
     def leave(self) -> None:
         self._update_me(state=int(State.LEFT), incarnation=self.me.incarnation + 1)
 

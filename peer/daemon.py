@@ -1,0 +1,442 @@
+"""One peer, put together: every part, how they know each other, how it starts and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgpack
+
+from protocols.admission import Admission
+from protocols.codec import wire_fields
+from protocols.config import PRESETS
+from protocols.liveness import Liveness
+from protocols.members import Members, State
+from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.overlay.kademlia import Overlay
+from protocols.records import Records
+from protocols.rpc import CallFailed, Rpc
+from protocols.strategies.probe import Probe
+
+from .answers import Answers
+from .blobs import Blobs
+from .database import Database, DatabaseError
+from .executor import Executor
+from .gateway import Gateway
+from .home import Home
+from .http import Http
+from .identity import Identity, tls_contexts, write_private
+from .journal import Journal
+from .link import NOBODY, Link
+from .metrics import Metrics
+from .processes import Processes
+from .routes import VERSION
+from .seal import Seal
+from .settings import Settings
+from .transfer import Transfer
+
+log = logging.getLogger("valence.peer")
+
+SEEDS_MAX = 64
+REMEMBERED_PEERS = 50
+HELLO_TIMEOUT_S = 1.0
+QUICK_GRACE_S = 0.5
+HOUSEKEEPING_S = 600.0
+
+
+class AlreadyRunning(Exception):
+    """Another daemon uses this data directory."""
+
+
+class Daemon:
+    def __init__(self, settings: Settings, nursery: socket.socket) -> None:
+        self._settings = settings
+        self._nursery = nursery
+        self._config = PRESETS[settings.preset]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._side: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self._grace_s = settings.grace
+        self._data = settings.data
+        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(self._data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise AlreadyRunning(f"a peer is running in {self._data} already") from None
+
+    # ----------------------------------------------------------------- starting
+
+    async def start(self) -> None:
+        settings, config, data = self._settings, self._config, self._data
+        self._rng = rng = random.Random(os.urandom(16))
+        identity = Identity.load(data)
+        self.database = Database(data / "peer.db")
+        boot = await self._count_boot()
+        tls = tls_contexts(identity, settings.cluster_key, data)
+        seal = Seal(identity.id, settings.cluster_key, time.time)
+        self.link = Link(seal, tls, identity.id, config)
+        port = await self._listen()
+        host = settings.advertise or _reachable(settings.host)
+        me = Contact(id=identity.id, host=host, port=port)
+
+        self.rpc = Rpc(me, self.link, rng, config)
+        self.rpc.on_error = lambda where, error: log.error("serving %s", where, exc_info=error)
+        capacity = Capacity(
+            millicores=settings.capacity_millicores(),
+            memory_bytes=settings.capacity_memory_bytes(),
+            disk_bytes=settings.disk,
+            gpus=settings.gpus,
+        )
+        traits = Traits(
+            arch=settings.arch(),
+            os=settings.os_name(),
+            site=settings.site,
+            speed=settings.speed,
+            labels=settings.labels,
+            software=settings.software,
+        )
+        self.metrics = Metrics()
+        http_port = self._known_port("http_port", settings.http_port)
+        url = settings.http_advertise or f"http://{_reachable(settings.http_host)}:{http_port}"
+        member = Member(
+            contact=me, http=url, capacity=capacity, traits=traits, boot=boot, version=VERSION
+        )
+        self.members = Members(member, config)
+        self.overlay = Overlay(self.rpc, rng, config)
+        self.liveness = Liveness(self.rpc, self.members, rng, config)
+        self.records = Records(self.rpc, self.overlay, rng, config)
+        self.blobs = Blobs(data, settings.disk, settings.blob_max)
+        self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records)
+        self.processes = Processes(self._nursery, data)
+        self.admission = Admission(capacity, traits, config)
+        self.executor = Executor(
+            rpc=self.rpc,
+            members=self.members,
+            admission=self.admission,
+            blobs=self.blobs,
+            transfer=self.transfer,
+            processes=self.processes,
+            database=self.database,
+            directory=data,
+            clock=time.time,
+            log_bytes_max=settings.log_max,
+            lease_ttl_s=config.lease_ttl_s,
+        )
+        self.journal = Journal(self.database, time.time)
+        self.home = Home(
+            rpc=self.rpc,
+            members=self.members,
+            records=self.records,
+            blobs=self.blobs,
+            transfer=self.transfer,
+            journal=self.journal,
+            clock=time.time,
+            rng=rng,
+        )
+        probe = Probe(self.rpc, self.members, rng, config, self.home.placed)
+        self.home.use(probe)
+        answers = Answers(self.home, self.rpc, time.time)
+        gateway = Gateway(self.rpc, self.members, self.records, self.home, answers)
+        self.http = Http(
+            gateway=gateway,
+            blobs=self.blobs,
+            transfer=self.transfer,
+            metrics=self.metrics,
+            token=settings.token,
+            requests_max=settings.requests_max,
+            peer=identity.id.hex(),
+            blob_arrived=self.home.blob_arrived,
+            clock=time.time,
+        )
+        self._measure()
+        self.rpc.on(Hello, self._hello)
+        self.rpc.on_heard = self.overlay.saw
+        self.rpc.on_unreachable = self.liveness.suspect
+        self.members.listen(self._member_changed)
+        self.link.receive = self.rpc.received
+
+        await self._listen_http(http_port, url)
+        self._tell_where(port)
+        self.executor.load()
+        for name, work in (
+            ("liveness", self.liveness.run()),
+            ("overlay", self.overlay.refresh()),
+            ("records", self.records.run()),
+            ("probe", probe.run()),
+            ("home", self.home.watch()),
+            ("join", self._join()),
+            ("housekeeping", self._housekeep()),
+        ):
+            self._run(name, work)
+        await self.home.load()
+        log.info("peer %s is up: %s, HTTP %s", identity.id.hex()[:8], _at(me), self.members.me.http)
+
+    async def _count_boot(self) -> int:
+        """How often this peer has started: others tell its lives apart by it."""
+        rows = self.database.read("select value from meta where key = 'boot'")
+        boot = (int(rows[0][0]) if rows else 0) + 1
+        await self.database.write([("insert or replace into meta values ('boot', ?)", (boot,))])
+        return boot
+
+    def _known_port(self, name: str, wanted: int) -> int:
+        """As set, or the one it had before: others remember it there."""
+        if wanted:
+            return wanted
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((self._data / "peer.json").read_text())[name])
+        return 0
+
+    async def _listen(self) -> int:
+        wanted = self._known_port("port", self._settings.port)
+        try:
+            return await self.link.open(self._settings.host, wanted)
+        except OSError:
+            if self._settings.port or not wanted:
+                raise
+            return await self.link.open(self._settings.host, 0)
+
+    async def _listen_http(self, wanted: int, url: str) -> None:
+        try:
+            port = await self.http.start(self._settings.http_host, wanted)
+        except OSError:
+            if self._settings.http_port or not wanted:
+                raise
+            port = await self.http.start(self._settings.http_host, 0)
+        if not self._settings.http_advertise:
+            url = f"http://{_reachable(self._settings.http_host)}:{port}"
+        self.members.describe(url)
+        self._http_port = port
+
+    def _tell_where(self, port: int) -> None:
+        """For tools on this machine."""
+        me = self.members.me
+        found = {
+            "id": me.contact.id.hex(),
+            "pid": os.getpid(),
+            "address": _at(me.contact),
+            "port": port,
+            "http": me.http,
+            "http_port": self._http_port,
+        }
+        write_private(self._data / "peer.json", json.dumps(found).encode())
+
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("%s ended by an error", task.get_name(), exc_info=task.exception())
+            self.stop(QUICK_GRACE_S)
+
+    # ----------------------------------------------------------------- joining
+
+    async def _join(self) -> None:
+        """Until somebody else is known; again whenever this peer finds itself alone."""
+        delay_s = 0.1
+        while True:
+            alone = len(self.members.here()) == 1
+            seeds = await self._seeds() if alone else []
+            if seeds:
+                answers = await asyncio.gather(*(self._greet(s) for s in seeds[:SEEDS_MAX]))
+                if any(answers):
+                    delay_s = 0.5
+                    await self.overlay.find(self.rpc.me.id)
+                elif delay_s > 3 and self._settings.join:
+                    log.warning("no answer from %s yet", ", ".join(self._settings.join))
+            await asyncio.sleep(delay_s if alone else 5.0)
+            delay_s = min(5.0, delay_s * 1.5)
+
+    async def _seeds(self) -> list[tuple[str, int]]:
+        loop = asyncio.get_running_loop()
+        found: dict[tuple[str, int], None] = {}
+        for seed in self._settings.join:
+            host, _, port = seed.rpartition(":")
+            if not host or not port.isdigit():
+                log.error("--join %s: write host:port", seed)
+                continue
+            try:
+                rows = await loop.getaddrinfo(host, int(port), family=socket.AF_INET)
+            except OSError as error:
+                log.info("%s can't be resolved yet: %s", host, error)
+                continue
+            for row in rows:
+                found[(str(row[4][0]), int(row[4][1]))] = None
+        for (body,) in self.database.read("select member from peers limit ?", (SEEDS_MAX,)):
+            host, remembered = msgpack.unpackb(body)
+            found[(host, remembered)] = None
+        found.pop((self.rpc.me.host, self.rpc.me.port), None)
+        listed = list(found)
+        self._rng.shuffle(listed)
+        return listed
+
+    async def _greet(self, address: tuple[str, int]) -> bool:
+        somebody = Contact(id=NOBODY, host=address[0], port=address[1])
+        hello = Hello(member=self.members.me)
+        try:
+            answer = await self.rpc.call(somebody, hello, Welcome, HELLO_TIMEOUT_S)
+        except CallFailed:
+            return False
+        self.members.apply(answer.member, self._now())
+        self.overlay.saw(answer.member.contact)
+        await self.liveness.sync(answer.member.contact)
+        return True
+
+    def _hello(self, sender: Contact, message: Hello) -> Welcome:
+        self.members.apply(message.member, self._now())
+        return Welcome(member=self.members.me)
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        was_here = old is not None and old.state <= State.SUSPECT
+        if new.state >= State.DEAD:
+            self.overlay.gone(new.contact.id)
+            if was_here:
+                what = "left" if new.state == State.LEFT else "is dead"
+                log.info("peer %s %s", new.contact.id.hex()[:8], what)
+        elif new.state == State.ALIVE:
+            self.overlay.saw(new.contact)
+            if not was_here:
+                task = asyncio.ensure_future(self.records.hand_over(new.contact))
+                self._side.add(task)
+                task.add_done_callback(self._side.discard)
+
+    async def _housekeep(self) -> None:
+        while True:
+            await asyncio.sleep(5.0)
+            await self._remember_peers()
+            await asyncio.sleep(HOUSEKEEPING_S * (0.75 + 0.5 * self._rng.random()))
+            before = time.time() - self._settings.retention
+            forgotten = await self.journal.forget(before)
+            dropped = self.blobs.drop_older_than(before)
+            if forgotten or dropped:
+                log.info("retention: %d workflows, %d files dropped", forgotten, dropped)
+
+    async def _remember_peers(self) -> None:
+        """Addresses to return to, should the seeds be gone."""
+        others = [m for m in self.members.here() if m.contact.id != self.rpc.me.id]
+        rows = self._rng.sample(others, min(len(others), REMEMBERED_PEERS))
+        if not rows:
+            return
+        statements: list[tuple[str, tuple[Any, ...]]] = [("delete from peers", ())]
+        for m in rows:
+            packed = msgpack.packb([m.contact.host, m.contact.port], default=wire_fields)
+            statements.append(("insert into peers values (?, ?)", (m.contact.id, packed)))
+        with contextlib.suppress(DatabaseError):
+            await self.database.write(statements)  # type: ignore[arg-type]
+
+    # ----------------------------------------------------------------- living and leaving
+
+    def stop(self, grace_s: float | None = None) -> None:
+        if self._stop.is_set():
+            self._grace_s = 0.0
+        elif grace_s is not None:
+            self._grace_s = min(self._grace_s, grace_s)
+        self._stop.set()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self.stop, QUICK_GRACE_S)
+        await self._stop.wait()
+
+    async def leave(self) -> None:
+        """Stop accepting, finish or hand back, say goodbye."""
+        active = len(self.home.active())
+        log.info("leaving%s", f"; {active} workflows go on when this peer is back" * bool(active))
+        self.home.closed = True
+        await self.executor.leave(self._grace_s)
+        try:
+            async with asyncio.timeout(3.0):
+                await self.records.hand_on()
+                await self.liveness.leave()
+        except TimeoutError:
+            log.warning("not everybody heard the goodbye")
+
+    async def close(self) -> None:
+        await self.http.stop()
+        tasks = [*self._tasks, *self._side]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.executor.close()
+        await self.home.close()
+        await self.transfer.close()
+        await self.liveness.close()
+        await self.rpc.close()
+        await self.link.close()
+        await self.processes.close()
+        await self.database.close()
+        os.close(self._lock)
+
+    # ----------------------------------------------------------------- metrics
+
+    def _measure(self) -> None:
+        add, show = self.metrics.counters, self.metrics.gauges
+        counts = self.rpc.counts
+        numbers = [name for name in counts.__slots__ if name != "by_kind"]
+        add("calls", "Calls between peers", lambda: {n: getattr(counts, n) for n in numbers})
+        add("messages", "Messages sent, by kind", lambda: dict(counts.by_kind))
+        add("link", "Datagrams and frames", lambda: dict(self.link.counts))
+        add("home", "What this peer enacted", lambda: dict(self.home.counts))
+        add("executor", "What this peer ran", lambda: dict(self.executor.counts))
+        add("transfer", "Bytes moved between peers", lambda: dict(self.transfer.counts))
+        add("http", "HTTP answers by status", lambda: dict(self.http.counts))
+        add(
+            "disk",
+            "Writes and syncs of the database, journal entries",
+            lambda: {
+                "syncs": self.database.syncs,
+                "writes": self.database.writes,
+                "entries": self.journal.entries,
+            },
+        )
+        show("members", "Peers known, by state", self._members_by_state)
+        show(
+            "capacity",
+            "Free capacity of this peer, and what uses it",
+            lambda: {
+                "free_millicores": self.admission.free.millicores,
+                "free_memory_bytes": self.admission.free.memory_bytes,
+                "running": self.admission.running,
+                "queued": self.admission.queued,
+                "blob_bytes": self.blobs.used_bytes,
+                "blobs": len(self.blobs),
+                "workflows": len(self.home.active()),
+            },
+        )
+
+    def _members_by_state(self) -> dict[str, float]:
+        found: dict[str, float] = dict.fromkeys((s.name.lower() for s in State), 0)
+        for member in self.members.all():
+            found[State(member.state).name.lower()] += 1
+        return found
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _at(contact: Contact) -> str:
+    return f"{contact.host}:{contact.port}"
+
+
+def _reachable(host: str) -> str:
+    """An address others can use, for one that means "all of mine"."""
+    if host not in ("0.0.0.0", "", "::"):
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,56 @@
+"""Start one peer in this process: its nursery first, while there are no threads, then the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import uvloop
+
+from . import nursery
+from .daemon import AlreadyRunning, Daemon
+from .settings import Settings, SettingsError, from_arguments
+
+
+def run(settings: Settings) -> int:
+    """Until it is told to leave; the exit code."""
+    logging.basicConfig(
+        level=logging.ERROR if settings.quiet else logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    os.umask(0o077)
+    channel, _ = nursery.start()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_live(settings, channel))
+    except AlreadyRunning as error:
+        print(f"valence peer: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"valence peer: {error}", file=sys.stderr)
+        return 1
+
+
+async def _live(settings: Settings, channel: object) -> int:
+    daemon = Daemon(settings, channel)  # type: ignore[arg-type]
+    await daemon.start()
+    try:
+        await daemon.serve()
+        await daemon.leave()
+    finally:
+        await daemon.close()
+    return 0
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m peer") -> int:
+    try:
+        settings = from_arguments(sys.argv[1:] if argv is None else argv, prog)
+    except SettingsError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    return run(settings)
