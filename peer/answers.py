@@ -136,8 +136,26 @@ class Answers:
             home=self._me,
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
+            values=self._values(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
         )
+
+    def _values(self, run: Run) -> list[str]:
+        taken = {
+            name
+            for task in run.workflow.tasks.values()
+            for ref in task.references.values()
+            for name in ref.tasks
+        }
+        found = []
+        for task in run.workflow.tasks.values():
+            won = run.tasks[task.id].won
+            value = won.value if won is not None and task.id not in taken else None
+            if value is not None and value.encoding == "json" and value.file is None:
+                found.append(task.id)
+            if len(found) == 100:
+                break
+        return found
 
     def _row(self, task: TaskState) -> dict[str, Any]:
         last = task.attempts[-1] if task.attempts else None

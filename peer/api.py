@@ -80,6 +80,9 @@ class WorkflowView(BaseModel):
     home: str
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
+    values: list[str] = Field(
+        default=[], description="calls whose value no other task takes (the first 100)"
+    )
     waiting_inputs: dict[str, str] = {}
 
 

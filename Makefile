@@ -1,0 +1,25 @@
+# One line each; every target makes the virtual environment it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench up clean
+$(VENV)/run: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e . && touch $@
+$(VENV)/dev: $(VENV)/run
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' && touch $@
+
+demo: $(VENV)/run  ## start a cluster, run an example to its result, stop
+	@$(BIN)/python examples/demo.py
+test: check  ## everything CI runs
+	@$(BIN)/python -m pytest
+check: $(VENV)/dev  ## formatting, lint, strict types
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
+bench: $(VENV)/run  ## tasks a second on this machine
+	@$(BIN)/python -m bench
+up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
+	@$(BIN)/valence up
+clean:
+	@rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,312 @@
+"""The Python client: plain blocking calls over HTTP, on the standard library alone.
+
+It finds a local cluster by itself; another one through `VALENCE_URL` and `VALENCE_TOKEN`. With
+several peers known, one that does not answer is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from . import local
+
+TIMEOUT_S = 60.0
+CHUNK_BYTES = 1 << 20
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+class Problem(Exception):
+    """The cluster said no, and why."""
+
+    def __init__(self, status: int, document: dict[str, Any]) -> None:
+        self.status = status
+        self.detail = str(document.get("detail") or document.get("title") or "no reason given")
+        self.errors: list[dict[str, Any]] = document.get("errors") or []
+        super().__init__(self.detail)
+
+
+class Unreachable(Exception):
+    """No peer answered."""
+
+
+class Client:
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        url = url or os.environ.get("VALENCE_URL")
+        token = token or os.environ.get("VALENCE_TOKEN") or _token_from_file()
+        if url:
+            self._urls = [url]
+        else:
+            self._urls = local.urls()
+            token = token or local.token()
+        if not self._urls:
+            raise Unreachable(
+                "no cluster was found: start one with `valence up`, or set VALENCE_URL and "
+                "VALENCE_TOKEN"
+            )
+        if not token:
+            raise Unreachable("there is no token: set VALENCE_TOKEN")
+        self._token = token
+
+    # ----------------------------------------------------------------- requests
+
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        reasons = []
+        for url in list(self._urls):
+            parts = urlsplit(url)
+            kind = (
+                http.client.HTTPSConnection
+                if parts.scheme == "https"
+                else http.client.HTTPConnection
+            )
+            connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+            try:
+                if hasattr(body, "seek"):
+                    body.seek(0)
+                every = {"Authorization": f"Bearer {self._token}", **(headers or {})}
+                connection.request(method, parts.path.rstrip("/") + path, body, every)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                reasons.append(f"{url}: {error or type(error).__name__}")
+                self._urls.append(self._urls.pop(0))  # the next call begins with another one
+                continue
+            if response.status >= 400:
+                try:
+                    raise Problem(response.status, _document(response))
+                finally:
+                    connection.close()
+            return connection, response
+        raise Unreachable("no peer answered: " + "; ".join(reasons[:3]))
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
+        connection, response = self._open(method, path, body, headers)
+        with contextlib.closing(connection):
+            data = response.read()
+            kind = response.headers.get_content_type()
+            return json.loads(data) if kind.endswith("json") else data
+
+    # ----------------------------------------------------------------- the API
+
+    def peers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.request("GET", "/v1/peers")["peers"]
+        return found
+
+    def workflows(self, limit: int = 100, state: str = "") -> list[dict[str, Any]]:
+        query = urlencode({"limit": limit, **({"state": state} if state else {})})
+        found: list[dict[str, Any]] = self.request("GET", f"/v1/workflows?{query}")["workflows"]
+        return found
+
+    def workflow(self, id: str) -> Workflow:
+        """By its id, or the beginning of one that is unique among the latest."""
+        try:
+            self.request("GET", f"/v1/workflows/{quote(id, safe='')}")
+        except Problem as problem:
+            if problem.status != 404:
+                raise
+            matching = [w["id"] for w in self.workflows(1000) if w["id"].startswith(id)]
+            if not id or len(matching) != 1:
+                raise
+            id = matching[0]
+        return Workflow(self, id)
+
+    def submit(
+        self,
+        document: str | Path | dict[str, Any],
+        *,
+        time_scale: float | None = None,
+        size_scale: float | None = None,
+        key: str | None = None,
+    ) -> Workflow:
+        """A file's path or a document as a value; files it names by `path` are uploaded."""
+        from . import submission
+
+        text, kind, uploads = submission.prepare(document)
+        scales = {"time_scale": time_scale, "size_scale": size_scale}
+        return self.send(text, kind, uploads, scales, key)
+
+    def send(
+        self,
+        text: bytes,
+        kind: str,
+        uploads: list[tuple[Path, str]],
+        scales: dict[str, float | None],
+        key: str | None,
+    ) -> Workflow:
+        """What `submission.prepare` made of a document: its files first."""
+        for path, hash in uploads:
+            self.upload(path, hash)
+        asked = urlencode({k: v for k, v in scales.items() if v is not None})
+        headers = {"Content-Type": kind}
+        if key:
+            headers["Idempotency-Key"] = key
+        view = self.request("POST", "/v1/workflows" + (f"?{asked}" if asked else ""), text, headers)
+        return Workflow(self, view["id"])
+
+    def upload(self, path: Path, hash: str | None = None) -> str:
+        hash = hash or hash_file(path)
+        with path.open("rb") as file:
+            size = str(path.stat().st_size)
+            self.request("PUT", f"/v1/blobs/{hash}", file, {"Content-Length": size})
+        return hash
+
+
+class Workflow:
+    """A submitted workflow, seen through any peer."""
+
+    def __init__(self, client: Client, id: str) -> None:
+        self.id = id
+        self._client = client
+        self._path = f"/v1/workflows/{quote(id, safe='')}"
+
+    def view(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._client.request("GET", self._path)
+        return found
+
+    def tasks(self, state: str = "") -> Iterator[dict[str, Any]]:
+        after = None
+        while True:
+            query: dict[str, Any] = {"limit": 1000, **({"after": after} if after else {})}
+            if state:
+                query["state"] = state
+            page = self._client.request("GET", f"{self._path}/tasks?{urlencode(query)}")
+            yield from page["tasks"]
+            after = page["next"]
+            if after is None:
+                return
+
+    def task(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._client.request(
+            "GET", f"{self._path}/tasks/{quote(name, safe='')}"
+        )
+        return found
+
+    def log(self, task: str, attempt: int | None = None) -> bytes:
+        query = f"?attempt={attempt}" if attempt else ""
+        path = f"{self._path}/tasks/{quote(task, safe='')}/log{query}"
+        found: bytes = self._client.request("GET", path)
+        return found
+
+    def cancel(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._client.request("POST", self._path + "/cancel")
+        return found
+
+    def files(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._client.request("GET", self._path + "/files")["files"]
+        return found
+
+    def read(self, name: str) -> bytes:
+        found = self._client.request("GET", f"{self._path}/files/{quote(name)}")
+        return found if isinstance(found, bytes) else json.dumps(found).encode()
+
+    def download(self, name: str, target: Path) -> int:
+        """Whole and with the right hash, or not at all; the size."""
+        connection, response = self._client._open("GET", f"{self._path}/files/{quote(name)}")
+        part = target.with_name(target.name + ".part")
+        digest = hashlib.sha256()
+        size = 0
+        try:
+            with contextlib.closing(connection), part.open("wb") as file:
+                while chunk := response.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    file.write(chunk)
+                    size += len(chunk)
+            expected = (response.headers.get("ETag") or "").strip('"')
+            if expected and digest.hexdigest() != expected:
+                raise Unreachable(f"{name} came incomplete or changed; try again")
+            part.replace(target)
+        except (http.client.HTTPException, OSError) as error:
+            raise Unreachable(f"{name} could not be fetched: {error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+        return size
+
+    def events(self, after: str = "") -> Iterator[dict[str, Any]]:
+        """Until it has ended. A broken stream is taken up where it broke."""
+        failures = 0
+        while True:
+            headers = {"Last-Event-ID": after} if after else {}
+            try:
+                connection, response = self._client._open(
+                    "GET", self._path + "/events", headers=headers
+                )
+                with contextlib.closing(connection):
+                    for event in _stream(response):
+                        failures = 0
+                        if "id" not in event:
+                            break
+                        after = event["id"]
+                        yield event
+                        if event.get("final"):
+                            return
+            except (OSError, http.client.HTTPException):
+                pass
+            except Unreachable:
+                if failures > 10:
+                    raise
+            except Problem as problem:
+                if problem.status != 503 or failures > 60:
+                    raise
+            failures += 1
+            time.sleep(min(2.0, 0.2 * failures))
+
+    def wait(self) -> str:
+        """Until it has ended; how."""
+        for _ in self.events():
+            pass
+        return str(self.view()["state"])
+
+
+def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    data: list[str] = []
+    for raw in response:
+        line = raw.decode().rstrip("\n")
+        if line.startswith("data: "):
+            data.append(line[6:])
+        elif not line and data:
+            yield json.loads("\n".join(data))
+            data = []
+
+
+def _document(response: http.client.HTTPResponse) -> dict[str, Any]:
+    try:
+        found = json.loads(response.read())
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"title": response.reason}
+
+
+def _token_from_file() -> str | None:
+    path = os.environ.get("VALENCE_TOKEN_FILE")
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise Unreachable(f"VALENCE_TOKEN_FILE: {error}") from None
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,125 @@
+"""What a person sees: colours and a moving bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from workflow.quantities import show_seconds
+
+_COLOURS = {
+    "succeeded": "32", "ok": "32", "up": "32", "running": "36", "failed": "31", "dead": "31",
+    "cancelled": "33", "suspect": "33", "left": "2", "waiting": "2", "skipped": "33",
+    "retrying": "33", "error": "31", "bold": "1", "dim": "2",
+}  # fmt: skip
+BAR_S = 0.1
+LINE_S = 2.0
+
+
+class Display:
+    def __init__(self, out: TextIO = sys.stdout) -> None:
+        self.out = out
+        self.terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        self.coloured = self.terminal and not os.environ.get("NO_COLOR")
+
+    def colour(self, text: str, name: str) -> str:
+        code = _COLOURS.get(name)
+        return f"\033[{code}m{text}\033[0m" if self.coloured and code else text
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self.out, flush=True)
+
+    def error(self, text: str) -> None:
+        label = "error:"
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+            label = f"\033[31m{label}\033[0m"
+        print(f"{label} {text}", file=sys.stderr, flush=True)
+
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Columns as wide as they need to be; states in their colours."""
+        texts = [[("" if cell is None else str(cell)) for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
+        head = "  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)).rstrip()
+        self.say(self.colour(head, "bold"))
+        for row in texts:
+            cells = [
+                self.colour(cell.ljust(width), cell)
+                for cell, width in zip(row, widths, strict=True)
+            ]
+            self.say("  ".join(cells).rstrip())
+
+
+class Progress:
+    """A workflow's progress from its events: a bar that moves, or a line now and then."""
+
+    def __init__(self, display: Display, view: dict[str, Any]) -> None:
+        self._display = display
+        self._total = int(view["tasks"])
+        self._start = float(view["submitted_at"])
+        self._states: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._drawn_at = 0.0
+        self._name = view["name"]
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event["type"] == "task":
+            self._task(event)
+        final = bool(event.get("final"))
+        if self._display.terminal:
+            if final or time.monotonic() - self._drawn_at >= BAR_S:
+                self._draw(float(event["at"]))
+        elif final or time.monotonic() - self._drawn_at >= LINE_S:
+            self._line(float(event["at"]))
+        if event["type"] == "inputs" and event.get("failed"):
+            self._note(f"input {event['failed']}: {event['reason']}", "failed")
+
+    def _task(self, event: dict[str, Any]) -> None:
+        task, state = event["task"], event["state"]
+        before = self._states.get(task)
+        if before:
+            self._counts[before] -= 1
+        self._states[task] = state
+        self._counts[state] = self._counts.get(state, 0) + 1
+        if state in ("failed", "retrying"):
+            self._note(f"{task} {state}: {event.get('reason', '')}", state)
+
+    def _note(self, text: str, state: str) -> None:
+        if self._display.terminal:
+            self._display.out.write("\r\033[K")
+        self._display.say(self._display.colour(text, state))
+
+    def _done(self) -> int:
+        return sum(self._counts.get(s, 0) for s in ("succeeded", "failed", "skipped", "cancelled"))
+
+    def _summary(self, at: float) -> str:
+        parts = [f"{self._done()}/{self._total}"]
+        for state in ("running", "retrying", "failed", "skipped"):
+            if self._counts.get(state):
+                parts.append(f"{self._counts[state]} {state}")
+        parts.append(show_seconds(max(0.0, at - self._start)))
+        return ", ".join(parts)
+
+    def _line(self, at: float) -> None:
+        self._drawn_at = time.monotonic()
+        self._display.say(f"{self._name}: {self._summary(at)}")
+
+    def _draw(self, at: float) -> None:
+        self._drawn_at = time.monotonic()
+        summary = self._summary(at)
+        width = max(10, min(40, shutil.get_terminal_size().columns - len(summary) - 4))
+        filled = int(width * self._done() / max(1, self._total))
+        active = min(
+            width - filled, -(-width * self._counts.get("running", 0) // max(1, self._total))
+        )
+        bar = self._display.colour("█" * filled, "succeeded")
+        bar += self._display.colour("▒" * active, "running") + "░" * (width - filled - active)
+        self._display.out.write(f"\r\033[K{bar} {summary}")
+        self._display.out.flush()
+
+    def close(self) -> None:
+        if self._display.terminal and self._drawn_at:
+            self._display.say()

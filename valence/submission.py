@@ -1,0 +1,46 @@
+"""A document on its way to a peer: checked here first, with the files it names by `path`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from workflow import document, tree, wfformat
+from workflow.problems import DocumentError, Problem
+
+from .client import hash_file
+
+
+def prepare(source: str | Path | dict[str, Any]) -> tuple[bytes, str, list[tuple[Path, str]]]:
+    """The text to send, its media type, and the files to upload before."""
+    if isinstance(source, dict):
+        text, base = json.dumps(source).encode(), Path()
+    else:
+        path = Path(source)
+        text, base = path.read_bytes(), path.parent
+    return prepare_text(text, base)
+
+
+def prepare_text(text: bytes, base: Path) -> tuple[bytes, str, list[tuple[Path, str]]]:
+    value, lines = tree.read(text)
+    if wfformat.is_instance(value):
+        return text, "application/json", []
+    document.from_value(value, lines, client=True)
+    uploads = []
+    problems = []
+    for name, source in (value.get("inputs") or {}).items():
+        if "path" not in source:
+            continue
+        path = base / source["path"]
+        if not path.is_file():
+            problems.append(Problem(f"/inputs/{name}/path", f"there is no file {path}"))
+            continue
+        hash = hash_file(path)
+        value["inputs"][name] = {"blob": hash}
+        uploads.append((path, hash))
+    if problems:
+        raise DocumentError(tuple(problems))
+    if uploads:
+        return json.dumps(value).encode(), "application/json", uploads
+    return text, "application/yaml", []
