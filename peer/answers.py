@@ -290,7 +290,7 @@ class Answers:
         )
 
     def _files(self, run: Run, arguments: dict[str, Any]) -> api.FileList:
-        final = set(run.workflow.final_files())
+        final = run.final_files
         names = [*run.workflow.inputs, *run.workflow.producers]
         return api.FileList(
             files=[

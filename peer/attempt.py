@@ -78,7 +78,8 @@ class Attempt:
             reason = f"{error.strerror}: {Path(error.filename).name if error.filename else ''}"
             return {**self.result, "kind": "returned", "reason": reason}
         finally:
-            await asyncio.to_thread(self._clean)
+            if self._home.exists() or self._log.exists() or self._value.exists():
+                await asyncio.to_thread(self._clean)
 
     async def _run(self) -> dict[str, object]:
         work = self.work

@@ -466,10 +466,9 @@ class Home:
 
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
         """A copy of what the user came for, where it did not come along with the outcome."""
-        final = set(run.workflow.final_files()) if any(t.won for t in changed) else set()
         for task in changed:
             for file in task.won.outputs if task.won else ():
-                if file.name in final and file.hash not in self._blobs:
+                if file.name in run.final_files and file.hash not in self._blobs:
                     self._spawn(self._fetch(file.model_copy(update={"holders": (task.holder,)})))
 
     async def _fetch(self, file: File) -> None:
@@ -595,9 +594,9 @@ class Home:
                 continue
             verdict = "failed" if task.losses >= LOSSES_MAX else "retrying"
             by_run[key.workflow].append((key.task, key.number, reason, verdict))
-        for peer_keys in self._at.values():
-            for key, _ in rows:
-                peer_keys.pop(key, None)
+        for key, _ in rows:
+            for given in self._at.values():
+                given.pop(key, None)
         for id, lost in by_run.items():
             run = self._active[id]
             self._write(run, "lost", {"attempts": lost})

@@ -76,6 +76,7 @@ class Run:
         self.home = home
         self.ranks = upward_ranks(workflow)
         self.children = workflow.children()
+        self.final_files = frozenset(workflow.final_files())
         self.tasks: dict[str, TaskState] = {
             task: TaskState(task, missing=len(workflow.parents[task])) for task in workflow.tasks
         }

@@ -24,6 +24,8 @@ from .messages import Capacity, Grant, Room, Traits
 
 #: units without a deadline are due this long after they came: first come, first served
 NO_DEADLINE_S = 7 * 86400.0
+#: how far down the queue a unit is looked for that fits beside one that does not
+BACKFILL_DEPTH = 32
 
 
 @dataclass(slots=True)
@@ -58,6 +60,12 @@ class Admission:
         self._leases: dict[int, _Lease] = {}
         self._running: dict[Hashable, Capacity] = {}
         self._queue: list[_Queued] = []
+        self._queued: dict[Hashable, _Queued] = {}
+        # work that waits, in core-seconds times a thousand: kept as it changes, asked for often
+        self._queued_work = 0.0
+        self._leased_work = 0.0
+        self._queued_leases = 0
+        self._hold_leases = 0
         self._wishes: dict[bytes, float] = {}
         self._next_lease = 1
         self._order = 0
@@ -90,12 +98,12 @@ class Admission:
 
     def _queue_room(self, room: Room, count: int) -> tuple[int, float]:
         """How many may wait here, and the guess how long the last of them will."""
-        waiting = len(self._queue) + sum(lease.queued for lease in self._leases.values())
+        waiting = len(self._queue) + self._queued_leases
         by_count = max(0, self._config.queue_units_max - waiting)
         share = max(1, room.needs.capacity.millicores) / max(1, self.capacity.millicores)
         ahead_s = self._backlog_s()
         if room.hold:
-            holds = sum(lease.hold for lease in self._leases.values()) + len(self._queue)
+            holds = self._hold_leases + len(self._queue)
             return min(1 if holds < self._config.holds_max else 0, count, by_count), ahead_s
         if room.runtime_s is None:
             return 0, ahead_s
@@ -105,22 +113,15 @@ class Admission:
         return granted, ahead_s + granted * each_s
 
     def _backlog_s(self) -> float:
-        total = max(1, self.capacity.millicores)
-        work = sum(q.runtime_s * q.needs.millicores for q in self._queue)
-        work += sum(
-            lease.runtime_s * lease.needs.millicores
-            for lease in self._leases.values()
-            if lease.queued
-        )
-        return work / total
+        if not self._queue and not self._queued_leases:
+            self._queued_work = self._leased_work = 0.0  # sheds what rounding has left
+        return (self._queued_work + self._leased_work) / max(1, self.capacity.millicores)
 
     def _lease(self, home: bytes, room: Room, queued: bool, now: float) -> int:
         lease = self._next_lease
         self._next_lease += 1
         due_in = NO_DEADLINE_S if room.deadline_in_s is None else room.deadline_in_s
-        if not queued:
-            self._free = plus(self._free, room.needs.capacity, -1)
-        self._leases[lease] = _Lease(
+        self._leases[lease] = made = _Lease(
             home,
             room.needs.capacity,
             now + self._config.lease_ttl_s,
@@ -129,7 +130,16 @@ class Admission:
             now + due_in,
             room.hold and queued,
         )
+        if queued:
+            self._count_lease(made, +1)
+        else:
+            self._free = plus(self._free, room.needs.capacity, -1)
         return lease
+
+    def _count_lease(self, lease: _Lease, sign: int) -> None:
+        self._queued_leases += sign
+        self._hold_leases += sign * lease.hold
+        self._leased_work += sign * lease.runtime_s * lease.needs.millicores
 
     # ----------------------------------------------------------------- deciding
 
@@ -139,9 +149,11 @@ class Admission:
         lease = self._leases.get(lease_id)
         if lease is None or lease.home != home:
             return "the lease has expired"
-        if unit in self._running or any(q.unit == unit for q in self._queue):
+        if unit in self._running or unit in self._queued:
             return "it is here already"
         del self._leases[lease_id]
+        if lease.queued:
+            self._count_lease(lease, -1)
         if not lease.queued:
             self._running[unit] = lease.needs
             return "run"
@@ -158,24 +170,32 @@ class Admission:
             now + (NO_DEADLINE_S if lease.hold else patience_s),
         )
         bisect.insort(self._queue, entry)
+        self._queued[unit] = entry
+        self._queued_work += entry.runtime_s * entry.needs.millicores
         return "wait"
+
+    def _unqueue(self, entry: _Queued) -> None:
+        del self._queue[bisect.bisect_left(self._queue, entry)]
+        del self._queued[entry.unit]
+        self._queued_work -= entry.runtime_s * entry.needs.millicores
 
     def starts(self, now: float) -> list[Hashable]:
         """Queued units that may begin now; they count as running from here on."""
         self.expire(now)
         found: list[Hashable] = []
-        blocked = False
-        for entry in list(self._queue):
+        index = 0
+        while index < len(self._queue) and self._free.millicores > 0:
+            entry = self._queue[index]
             if slots(self._free, entry.needs) > 0:
-                self._queue.remove(entry)
+                self._unqueue(entry)
                 self._free = plus(self._free, entry.needs, -1)
                 self._running[entry.unit] = entry.needs
                 found.append(entry.unit)
-            elif not blocked:
-                blocked = True
-                if now - entry.since > self._config.backfill_s_max:
-                    break
-            if self._free.millicores <= 0:
+                continue
+            if index == 0 and now - entry.since > self._config.backfill_s_max:
+                break  # no more overtaking
+            index += 1
+            if index > BACKFILL_DEPTH:
                 break
         return found
 
@@ -185,11 +205,10 @@ class Admission:
         if needs is not None:
             self._free = plus(self._free, needs)
             return True
-        for entry in self._queue:
-            if entry.unit == unit:
-                self._queue.remove(entry)
-                return True
-        return False
+        entry = self._queued.get(unit)
+        if entry is not None:
+            self._unqueue(entry)
+        return entry is not None
 
     def give_back(self, home: bytes, leases: tuple[int, ...]) -> None:
         for lease_id in leases:
@@ -207,7 +226,9 @@ class Admission:
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
-        if not lease.queued:
+        if lease.queued:
+            self._count_lease(lease, -1)
+        else:
             self._free = plus(self._free, lease.needs)
 
     def overdue(self, now: float) -> list[Hashable]:
@@ -249,7 +270,8 @@ class Admission:
     def next_event_at(self) -> float | None:
         """When something changes by itself: a lease expires, or a unit is to be handed back."""
         times = [next(iter(self._leases.values())).expires_at] if self._leases else []
-        times += [q.hand_back_at for q in self._queue]
+        if self._queue:  # the head waits longest: looking at it often enough is near enough
+            times.append(self._queue[0].hand_back_at)
         return min(times, default=None)
 
     def sanity_check(self) -> None:
@@ -263,3 +285,5 @@ class Admission:
         assert used == self.capacity, f"capacity leaked: {used} of {self.capacity}"
         assert min(self._free.fields()) >= 0, f"over-booked: {self._free}"
         assert self._queue == sorted(self._queue), "the queue is out of order"
+        assert len(self._queue) == len(self._queued), "the queue and its index differ"
+        assert self._queued_leases == sum(lease.queued for lease in self._leases.values())

@@ -43,6 +43,7 @@ class Liveness:
         self._round: list[bytes] = []
         self._hints: dict[bytes, None] = {}
         self._hinted = asyncio.Event()
+        self._probing: set[bytes] = set()
         self._suspected: dict[bytes, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_sync = -math.inf
@@ -70,8 +71,10 @@ class Liveness:
             self._members.forget(self._now())
 
     def suspect(self, contact: Contact) -> None:
-        """A call to it failed: look at it now instead of at its turn."""
-        if self._members.is_here(contact.id) and len(self._hints) < 64:
+        """A call to it failed: look at it now instead of at its turn. Once is enough."""
+        member = self._members.get(contact.id)
+        alive = member is not None and member.state == State.ALIVE
+        if alive and contact.id not in self._probing and len(self._hints) < 64:
             self._hints[contact.id] = None
             self._hinted.set()
 
@@ -98,6 +101,15 @@ class Liveness:
                 return member
 
     async def _probe(self, target: Member) -> None:
+        if target.contact.id in self._probing:
+            return
+        self._probing.add(target.contact.id)
+        try:
+            await self._examine(target)
+        finally:
+            self._probing.discard(target.contact.id)
+
+    async def _examine(self, target: Member) -> None:
         contact = target.contact
         if await self._ping_once(contact):
             return
@@ -121,7 +133,8 @@ class Liveness:
             rumours = (about, *rumours[:-1])  # so that it can object
         ping = Ping(digest=self._members.digest, rumours=rumours)
         try:
-            ack = await self._rpc.call(contact, ping, Ack, self._config.probe_timeout_s)
+            limit_s = self._config.probe_timeout_s
+            ack = await self._rpc.call(contact, ping, Ack, limit_s, probing=True)
         except CallFailed:
             return False
         self._hear(ack.rumours)
@@ -132,7 +145,8 @@ class Liveness:
     async def _ask(self, helper: Contact, target: Contact) -> bool:
         try:
             wait_s = 2 * self._config.probe_timeout_s
-            answer = await self._rpc.call(helper, PingFor(target=target), PingedFor, wait_s)
+            message = PingFor(target=target)
+            answer = await self._rpc.call(helper, message, PingedFor, wait_s, probing=True)
         except CallFailed:
             return False
         return answer.alive
@@ -183,7 +197,7 @@ class Liveness:
         others = [m.contact for m in self._members.here() if m.contact.id != self._rpc.me.id]
         self._members.leave()
         farewell = Leave(member=self._members.me)
-        calls = [self._rpc.call(c, farewell, Done, 1.0) for c in others[:200]]
+        calls = [self._rpc.call(c, farewell, Done, 1.0, probing=True) for c in others[:200]]
         await asyncio.gather(*calls, return_exceptions=True)
 
     # ----------------------------------------------------------------- answering

@@ -131,13 +131,20 @@ class Rpc:
     # ----------------------------------------------------------------- calling
 
     async def call(
-        self, to: Contact, message: Message, answer: type[R], timeout_s: float | None = None
+        self,
+        to: Contact,
+        message: Message,
+        answer: type[R],
+        timeout_s: float | None = None,
+        *,
+        probing: bool = False,
     ) -> R:
-        """The answer, or `CallFailed`."""
+        """The answer, or `CallFailed`. `probing`: silence is no news to the failure detector."""
         if to.id == self.me.id:
             found = await self._call_self(message)
         else:
-            found = await self._call_far(to, message, timeout_s or self._config.call_timeout_s)
+            limit_s = timeout_s or self._config.call_timeout_s
+            found = await self._call_far(to, message, limit_s, probing)
         if isinstance(found, answer):
             return found
         if isinstance(found, Refusal):
@@ -160,7 +167,9 @@ class Rpc:
             result = await result
         return result or Refusal(code="nothing")
 
-    async def _call_far(self, to: Contact, message: Message, timeout_s: float) -> Message:
+    async def _call_far(
+        self, to: Contact, message: Message, timeout_s: float, probing: bool
+    ) -> Message:
         if self._closed:
             raise Unreachable("this peer is closing")
         if len(self._pending) >= self._config.pending_calls_max:
@@ -187,7 +196,8 @@ class Rpc:
                 return await pending.future
         except TimeoutError:
             self.counts.unanswered += 1
-            self.on_unreachable(to)
+            if not probing:
+                self.on_unreachable(to)
             where = f"{to.host}:{to.port}"
             raise Unreachable(f"no answer from {where} within {timeout_s:g} s") from None
         finally:

@@ -37,7 +37,8 @@ class Overlay:
     async def _check(self, doubtful: Contact, newcomer: Contact) -> None:
         """The oldest of a full bucket stays if it lives; else the newcomer takes its place."""
         try:
-            await self._rpc.call(doubtful, Ping(digest=0), Ack, self._config.lookup_timeout_s)
+            limit_s = self._config.lookup_timeout_s
+            await self._rpc.call(doubtful, Ping(digest=0), Ack, limit_s, probing=True)
             self.table.saw(doubtful)
         except CallFailed:
             self.table.remove(doubtful.id)

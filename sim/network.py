@@ -1,0 +1,160 @@
+"""An in-memory network with faults, all drawn from one seed: a run is its seed.
+
+Latency, loss, duplication and so reordering; peers that are cut off; links that are cut in one
+direction. Bytes go in and bytes come out, as on a real one: codec and calls run unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from protocols.config import LAN, Config
+from protocols.liveness import Liveness
+from protocols.members import Members
+from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.overlay.kademlia import Overlay
+from protocols.records import Records
+from protocols.rpc import CallFailed, Rpc
+
+
+@dataclass(slots=True)
+class Faults:
+    latency_s: float = 0.002
+    jitter_s: float = 0.002
+    loss: float = 0.0
+    duplication: float = 0.0
+
+
+class Network:
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.faults = faults or Faults()
+        self.sent = 0
+        self.cut: set[bytes] = set()  # nothing to or from these
+        self.cut_links: set[tuple[bytes, bytes]] = set()  # nothing from the first to the second
+        self._ends: dict[tuple[str, int], SimWire] = {}
+
+    def wire(self, contact: Contact) -> SimWire:
+        end = SimWire(self, contact)
+        self._ends[(contact.host, contact.port)] = end
+        return end
+
+    def carry(self, sender: Contact, to: Contact, payload: bytes) -> None:
+        self.sent += 1
+        copies = 2 if self.rng.random() < self.faults.duplication else 1
+        for _ in range(copies):
+            if self.rng.random() < self.faults.loss:
+                continue
+            delay_s = self.faults.latency_s + self.rng.random() * self.faults.jitter_s
+            loop = asyncio.get_running_loop()
+            loop.call_later(delay_s, self._arrive, sender, (to.host, to.port), payload)
+
+    def _arrive(self, sender: Contact, address: tuple[str, int], payload: bytes) -> None:
+        end = self._ends.get(address)
+        if end is None or end.rpc is None:
+            return
+        me = end.contact.id
+        if sender.id in self.cut or me in self.cut or (sender.id, me) in self.cut_links:
+            return
+        end.rpc.received(sender, payload)
+
+
+class SimWire:
+    def __init__(self, network: Network, contact: Contact) -> None:
+        self.contact = contact
+        self.rpc: Rpc | None = None
+        self._network = network
+
+    def send(self, to: Contact, payload: bytes) -> None:
+        self._network.carry(self.contact, to, payload)
+
+
+class SimPeer:
+    """The substrate of one peer: calls, members, failure detection, overlay, records."""
+
+    def __init__(
+        self,
+        network: Network,
+        index: int,
+        config: Config = LAN,
+        capacity: Capacity | None = None,
+        traits: Traits | None = None,
+        boot: int = 1,
+    ) -> None:
+        rng = random.Random(network.rng.getrandbits(64))
+        id = random.Random(f"peer {index}").randbytes(20)
+        self.contact = Contact(id=id, host=f"10.0.{index // 250}.{index % 250}", port=7000)
+        wire = network.wire(self.contact)
+        self.network = network
+        self.config = config
+        self.rng = rng
+        self.rpc = Rpc(self.contact, wire, rng, config)
+        wire.rpc = self.rpc
+        self.capacity = capacity or Capacity(millicores=2000, memory_bytes=2**30)
+        self.traits = traits or Traits(arch="x86_64", os="linux", site="here")
+        member = Member(
+            contact=self.contact,
+            http=f"http://{self.contact.host}",
+            capacity=self.capacity,
+            traits=self.traits,
+            boot=boot,
+        )
+        self.members = Members(member, config)
+        self.overlay = Overlay(self.rpc, rng, config)
+        self.liveness = Liveness(self.rpc, self.members, rng, config)
+        self.records = Records(self.rpc, self.overlay, rng, config)
+        self.errors: list[BaseException] = []
+        self.rpc.on_error = lambda where, error: self.errors.append(error)
+        self.rpc.on_heard = self.overlay.saw
+        self.rpc.on_unreachable = self.liveness.suspect
+        self.rpc.on(Hello, self._hello)
+        self.members.listen(self._changed)
+        self._tasks = [
+            asyncio.ensure_future(work)
+            for work in (self.liveness.run(), self.overlay.refresh(), self.records.run())
+        ]
+
+    def _hello(self, sender: Contact, message: Hello) -> Welcome:
+        self.members.apply(message.member, asyncio.get_running_loop().time())
+        return Welcome(member=self.members.me)
+
+    def _changed(self, old: Member | None, new: Member) -> None:
+        if new.state >= 2:
+            self.overlay.gone(new.contact.id)
+        elif new.state == 0:
+            self.overlay.saw(new.contact)
+            if old is None or old.state >= 2:
+                self._tasks.append(asyncio.ensure_future(self.records.hand_over(new.contact)))
+
+    async def join(self, other: SimPeer) -> None:
+        while True:
+            try:
+                hello = Hello(member=self.members.me)
+                answer = await self.rpc.call(other.contact, hello, Welcome, 1.0)
+                break
+            except CallFailed:
+                await asyncio.sleep(0.1)
+        self.members.apply(answer.member, asyncio.get_running_loop().time())
+        await self.liveness.sync(other.contact)
+        await self.overlay.find(self.contact.id)
+
+    async def crash(self) -> None:
+        self.network.cut.add(self.contact.id)
+        await self.close()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.liveness.close()
+        await self.rpc.close()
+
+
+async def cluster(network: Network, count: int, config: Config = LAN) -> list[SimPeer]:
+    """Peers that have all joined through the first."""
+    peers = [SimPeer(network, index, config) for index in range(count)]
+    for peer in peers[1:]:
+        await peer.join(peers[0])
+    return peers

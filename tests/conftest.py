@@ -1,0 +1,133 @@
+"""Real clusters for tests: `valence up` in a directory of their own, gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valence.client import Client
+
+VALENCE = [sys.executable, "-m", "valence"]
+
+
+class Cluster:
+    def __init__(self, home: Path, peers: int, *more: str) -> None:
+        self.home = home
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")} | {
+            "VALENCE_HOME": str(home),
+            "NO_COLOR": "1",
+        }
+        self._again: list[subprocess.Popen[bytes]] = []
+        done = self.cli("up", "--peers", str(peers), "--detach", *more, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+    def cli(self, *arguments: str, timeout: float = 60, **more: Any) -> Any:
+        return subprocess.run(
+            [*VALENCE, *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            **more,
+        )
+
+    def peers(self) -> list[dict[str, Any]]:
+        rows = []
+        for path in sorted(self.home.glob("peer-*/peer.json")):
+            rows.append({**json.loads(path.read_text()), "data": str(path.parent)})
+        return rows
+
+    @property
+    def token(self) -> str:
+        return (self.home / "token").read_text().strip()
+
+    def client(self, index: int = 0) -> Client:
+        return Client(self.peers()[index]["http"], self.token)
+
+    def peer(self, id: str) -> dict[str, Any]:
+        return next(p for p in self.peers() if p["id"] == id)
+
+    def kill(self, id: str) -> dict[str, Any]:
+        found = self.peer(id)
+        os.kill(found["pid"], signal.SIGKILL)
+        return found
+
+    def restart(self, id: str) -> None:
+        """As the message of `valence up` says."""
+        found = self.peer(id)
+        process = subprocess.Popen(
+            [*VALENCE, "peer", "--data", found["data"], "--quiet"], env=self.environment
+        )
+        self._again.append(process)
+        wait_for(lambda: self.peer(id)["pid"] == process.pid, 20)
+
+    def stop(self) -> None:
+        for process in self._again:
+            process.send_signal(signal.SIGINT)
+        done = self.cli("down", timeout=60)
+        for process in self._again:
+            process.wait(20)
+        assert done.returncode == 0, done.stderr
+        assert not self.processes(), "a process was left behind"
+
+    def processes(self) -> list[str]:
+        """All processes that name this cluster's directory or were started in it."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                where = os.readlink(path / "cwd")
+                line = (path / "cmdline").read_bytes().decode(errors="replace")
+                variables = (path / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            mine = str(self.home)
+            if int(path.name) != os.getpid() and (
+                mine in where or mine in line or mine in variables
+            ):
+                found.append(f"{path.name} {line[:100]}")
+        return found
+
+
+def wait_for(condition: Callable[[], Any], within_s: float) -> Any:
+    """What an event outside this process can't tell us: look until it is so."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not true within {within_s} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Eight peers, shared by tests that do them no harm."""
+    found = Cluster(tmp_path_factory.mktemp("shared"), 8)
+    wait_for(lambda: len(found.client().peers()) == 8, 20)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """A cluster to break."""
+    started = []
+
+    def start(peers: int, *more: str) -> Cluster:
+        found = Cluster(tmp_path / f"cluster-{len(started)}", peers, *more)
+        started.append(found)
+        wait_for(lambda: len(found.client().peers()) == peers, 20)
+        return found
+
+    yield start
+    for found in started:
+        found.stop()

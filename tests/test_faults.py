@@ -1,0 +1,259 @@
+"""A real cluster, broken on purpose: kill -9, restarts, peers that never come back, full disks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from peer.journal import unpack
+from tests.conftest import VALENCE, wait_for
+from tests.test_cluster import raw, submit
+
+DIAMOND = {
+    "first": {"command": "seq 1 100 > seed", "outputs": ["seed"]},
+    "work": {
+        "foreach": 198,
+        "command": "sleep 0.15; echo $(( $(wc -l < seed) + {item} )) > out.{item}",
+        "inputs": ["seed"],
+        "outputs": ["out.{item}"],
+    },
+    "last": {
+        "command": "cat out.* | awk '{s+=$1} END {print s}' > total",
+        "inputs": ["out.*"],
+        "outputs": ["total"],
+    },
+}
+TOTAL = str(sum(100 + n for n in range(198)))
+
+
+def committed(data: str, workflow: str) -> Counter[str]:
+    """How often each task was committed, by the journal on disk."""
+    with sqlite3.connect(f"file:{data}/peer.db?mode=ro", uri=True) as database:
+        rows = database.execute(
+            "select body from entries where workflow = ? and kind = 'finished'", (workflow,)
+        ).fetchall()
+    database.close()
+    found: Counter[str] = Counter()
+    for (body,) in rows:
+        for outcome, _, verdict in unpack(body)["outcomes"]:
+            if verdict == "succeeded":
+                found[outcome[0][1]] += 1
+    return found
+
+
+def check(workflow, data: str) -> None:
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("total").decode().strip() == TOTAL
+    found = committed(data, workflow.id)
+    assert len(found) == 200
+    assert set(found.values()) == {1}
+
+
+def progress(client, id: str) -> int:
+    return client.workflow(id).view()["counts"].get("succeeded", 0)
+
+
+def test_the_home_is_killed_and_goes_on_where_it_was(own_cluster) -> None:
+    cluster = own_cluster(5, "--cpus", "2")
+    home = cluster.peers()[1]
+    workflow = submit(cluster, DIAMOND, index=1)
+    wait_for(lambda: progress(cluster.client(1), workflow.id) > 40, 60)
+    cluster.kill(home["id"])
+    time.sleep(1.5)
+    cluster.restart(home["id"])
+    other = cluster.client(3)
+    wait_for(lambda: any(p["id"] == home["id"] and p["state"] == "up" for p in other.peers()), 20)
+    check(other.workflow(workflow.id), home["data"])
+
+
+def test_an_executing_peer_is_killed_and_restarted(own_cluster) -> None:
+    cluster = own_cluster(5, "--cpus", "2")
+    home, victim = cluster.peers()[0], cluster.peers()[4]
+    workflow = submit(cluster, DIAMOND, index=0)
+    wait_for(lambda: progress(cluster.client(0), workflow.id) > 40, 60)
+    cluster.kill(victim["id"])
+    time.sleep(1.0)
+    cluster.restart(victim["id"])
+    check(workflow, home["data"])
+    assert victim["id"] in {t["peer"] for t in workflow.tasks()}
+
+
+def test_a_peer_that_never_comes_back_costs_ten_seconds_at_most(own_cluster) -> None:
+    cluster = own_cluster(5, "--cpus", "2")
+    home = cluster.peers()[0]
+    tasks = {
+        "long": {
+            "foreach": 10,
+            "command": "[ -e stop ] || sleep 6; echo {item} > o.{item}",
+            "outputs": ["o.{item}"],
+        }
+    }
+    workflow = submit(cluster, tasks, index=0)
+    client = cluster.client(0)
+    wait_for(lambda: client.workflow(workflow.id).view()["counts"].get("running") == 10, 20)
+    lost = [t for t in workflow.tasks() if t["peer"] != home["id"]]
+    victim = lost[0]["peer"]
+    mine = [t["id"] for t in lost if t["peer"] == victim]
+    killed_at = time.time()
+    cluster.kill(victim)
+    again = wait_for(lambda: _again(workflow, mine), 15)
+    assert again - killed_at < 10, f"placed again after {again - killed_at:.1f} s"
+    assert workflow.wait() == "succeeded"
+    assert victim not in {t["peer"] for t in workflow.tasks() if t["id"] in mine}
+
+
+def _again(workflow, tasks: list[str]) -> float:
+    """When the last of them was placed a second time; 0 if one was not."""
+    times = []
+    for name in tasks:
+        history = workflow.task(name)["history"]
+        if len(history) < 2:
+            return 0.0
+        assert history[0]["state"] == "lost"
+        times.append(history[1]["placed_at"])
+    return max(times)
+
+
+def test_files_lost_with_their_peer_are_made_again(own_cluster) -> None:
+    cluster = own_cluster(4)
+    tasks = {
+        "make": {
+            "foreach": 8,
+            "command": "head -c 200000 /dev/zero | tr '\\0' {item} > f.{item}",
+            "outputs": ["f.{item}"],
+        },
+        "gate": {"command": ["sleep", "12"]},
+        "use": {
+            "command": "cat f.* | wc -c > size",
+            "inputs": ["f.*"],
+            "outputs": ["size"],
+            "after": ["gate"],
+        },
+    }
+    workflow = submit(cluster, tasks, index=0)
+    home = cluster.peers()[0]
+    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) == 8, 30)
+    gate = wait_for(lambda: workflow.task("gate")["peer"], 10)
+    holders = {t["peer"] for t in workflow.tasks() if t["id"].startswith("make")}
+    victim = next(p for p in holders if p not in (home["id"], gate))
+    cluster.kill(victim)
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("size").strip() == b"1600000"
+
+
+def test_sigterm_finishes_what_runs_and_leaves(own_cluster) -> None:
+    cluster = own_cluster(3)
+    workflow = submit(cluster, {"a": {"foreach": 3, "command": "sleep 3; echo done"}}, index=0)
+    wait_for(lambda: workflow.view()["counts"].get("running") == 3, 20)
+    home = cluster.peers()[0]
+    leaving = next(p for p in cluster.peers() if p["id"] != home["id"])
+    os.kill(leaving["pid"], signal.SIGTERM)
+    left = wait_for(
+        lambda: [
+            p
+            for p in cluster.client(0).peers()
+            if p["id"] == leaving["id"] and p["state"] == "left"
+        ],
+        20,
+    )
+    assert left
+    assert workflow.wait() == "succeeded"
+    assert all(t["attempts"] == 1 for t in workflow.tasks()), "nothing had to run twice"
+    assert leaving["id"] in {t["peer"] for t in workflow.tasks()}
+
+
+def test_no_orphan_outlives_a_killed_peer(own_cluster) -> None:
+    cluster = own_cluster(2)
+    mark = f"44.{os.getpid()}"
+    workflow = submit(cluster, {"a": {"foreach": 2, "command": f"sleep {mark}; true"}}, index=0)
+    wait_for(lambda: workflow.view()["counts"].get("running") == 2, 20)
+    wait_for(lambda: len(_sleeping(mark)) == 2, 20)
+    for peer in cluster.peers():
+        cluster.kill(peer["id"])
+    wait_for(lambda: not _sleeping(mark), 10)
+
+
+def _sleeping(mark: str) -> list[str]:
+    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if line == f"sleep {mark}"]
+
+
+def test_ctrl_c_on_up_stops_everything(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
+    environment["VALENCE_HOME"] = str(tmp_path / "home")
+    process = subprocess.Popen(
+        [*VALENCE, "up", "--peers", "3"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert "3 peers up" in process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert err == ""
+    text = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in text
+
+
+def test_a_full_quota_refuses_and_leaves_nothing(own_cluster) -> None:
+    cluster = own_cluster(2, "--disk", "1MiB")
+    data = random.Random(1).randbytes(2_000_000)
+    hash = "sha256:" + hashlib.sha256(data).hexdigest()
+    status, _, body = raw(cluster, "PUT", f"/v1/blobs/{hash}", data, 0, cluster.token)
+    assert status == 507, body
+    assert not list(cluster.home.glob("peer-*/parts/*"))
+    workflow = submit(
+        cluster, {"a": {"command": "head -c 3000000 /dev/zero > big", "outputs": ["big"]}}, index=0
+    )
+    assert workflow.wait() == "failed"
+    assert "quota" in workflow.task("a")["reason"]
+    workflow = submit(cluster, {"a": {"command": "echo x > small", "outputs": ["small"]}}, index=0)
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("small") == b"x\n"
+
+
+def test_a_peer_with_another_key_never_appears(own_cluster, tmp_path: Path) -> None:
+    cluster = own_cluster(2)
+    environment = {
+        **cluster.environment,
+        "VALENCE_CLUSTER_KEY": "another-key-another-key",
+        "VALENCE_TOKEN": "t" * 20,
+        "VALENCE_JOIN": cluster.peers()[0]["address"],
+        "VALENCE_DATA": str(tmp_path / "stranger"),
+    }
+    with subprocess.Popen([*VALENCE, "peer", "--quiet"], env=environment) as stranger:
+        try:
+            wait_for(lambda: (tmp_path / "stranger" / "peer.json").exists(), 20)
+            time.sleep(2)
+            assert len(cluster.client(0).peers()) == 2
+            assert len(cluster.client(1).peers()) == 2
+        finally:
+            stranger.send_signal(signal.SIGINT)
+            stranger.wait(20)
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_a_cluster_comes_back_with_all_it_knew(own_cluster, index: int) -> None:
+    cluster = own_cluster(3)
+    done = submit(cluster, {"a": {"command": "echo kept > k", "outputs": ["k"]}}, index=index)
+    assert done.wait() == "succeeded"
+    open_ = submit(cluster, {"b": {"foreach": 30, "command": ["sleep", "0.4"]}}, index=index)
+    wait_for(lambda: open_.view()["counts"].get("succeeded", 0) > 2, 20)
+    assert cluster.cli("down").returncode == 0
+    assert cluster.cli("up", "--peers", "3", "--detach").returncode == 0
+    client = cluster.client(2)
+    wait_for(lambda: len([p for p in client.peers() if p["state"] == "up"]) == 3, 20)
+    assert client.workflow(done.id).read("k") == b"kept\n"
+    assert client.workflow(open_.id).wait() == "succeeded"

@@ -1,0 +1,517 @@
+"""Codec, seal, admission, probe: each rule of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peer.identity import Identity, tls_contexts
+from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
+from peer.settings import SettingsError, load
+from protocols import matching
+from protocols.admission import Admission
+from protocols.codec import Kind, Malformed, decode, encode
+from protocols.config import LAN
+from protocols.messages import (
+    BY_NUMBER,
+    AttemptKey,
+    Capacity,
+    Member,
+    Needs,
+    Offers,
+    Ping,
+    Reserve,
+    ReturnLeases,
+    Room,
+    Traits,
+    Vacancy,
+)
+from protocols.strategies.probe import Probe
+from protocols.strategy import Placed, Unit
+from sim.loop import run
+from sim.network import Faults, Network, SimPeer, cluster
+
+# --------------------------------------------------------------------------- codec
+
+
+def test_messages_come_back_as_they_were() -> None:
+    ask = Reserve(asks=(Room(needs=Needs(capacity=Capacity(millicores=500)), count=3),))
+    found = decode(encode(Kind.REQUEST, 7, ask))
+    assert (found.kind, found.id, found.message) == (Kind.REQUEST, 7, ask)
+
+
+def test_numbers_are_unique_and_kept() -> None:
+    assert BY_NUMBER[4] is Ping
+    assert BY_NUMBER[20] is Reserve
+    assert len(BY_NUMBER) == len(set(BY_NUMBER.values()))
+
+
+def test_fields_of_a_newer_version_are_passed_over() -> None:
+    data = encode(Kind.TELL, 0, Vacancy(free=Capacity(millicores=1)))
+    import msgpack
+
+    row = msgpack.unpackb(data)
+    assert decode(msgpack.packb([*row, "new field"])).message == Vacancy(
+        free=Capacity(millicores=1)
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_crash_the_decoder(data: bytes) -> None:
+    try:
+        decode(data)
+    except Malformed:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_wellformed_msgpack_crashes_the_decoder(data: st.DataObject) -> None:
+    import msgpack
+
+    leaf = (
+        st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=25) | st.text(max_size=5)
+    )
+    tree = st.recursive(leaf, lambda inner: st.lists(inner, max_size=5), max_leaves=20)
+    row = [1, data.draw(st.integers(0, 3)), 1, data.draw(st.sampled_from(sorted(BY_NUMBER)))]
+    row += data.draw(st.lists(tree, max_size=6))
+    try:
+        decode(msgpack.packb(row))
+    except Malformed:
+        pass
+
+
+# --------------------------------------------------------------------------- seal
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pair(key: str = "k" * 20, other: str = "k" * 20) -> tuple[Seal, Seal, Clock]:
+    clock = Clock()
+    return Seal(b"a" * 20, key, clock), Seal(b"b" * 20, other, clock), clock
+
+
+def why(seal: Seal, datagram: bytes) -> str:
+    with pytest.raises(Dropped) as error:
+        seal.open(datagram)
+    return str(error.value)
+
+
+def test_a_sealed_datagram_is_opened_once() -> None:
+    a, b, _ = pair()
+    datagram = a.seal(b"b" * 20, b"hello")
+    assert b.open(datagram) == (b"a" * 20, b"hello", True)
+    assert why(b, datagram) == "replay"
+
+
+def test_datagrams_may_come_in_any_order() -> None:
+    a, b, _ = pair()
+    sent = [a.seal(b"b" * 20, bytes([n])) for n in range(200)]
+    random.Random(1).shuffle(sent)
+    assert sorted(b.open(d)[1][0] for d in sent) == list(range(200))
+    assert all(why(b, d) == "replay" for d in sent)
+
+
+def test_wrong_key_garbage_and_somebody_elses_are_dropped() -> None:
+    a, b, _ = pair(other="x" * 20)
+    datagram = a.seal(b"b" * 20, b"hello")
+    assert why(b, datagram) == "key"
+    a, b, _ = pair()
+    assert why(b, a.seal(b"c" * 20, b"for another")) == "key"
+    datagram = bytearray(a.seal(b"b" * 20, b"hello"))
+    datagram[-1] ^= 1
+    assert why(b, bytes(datagram)) == "key"
+    assert why(b, b"") == "garbage"
+    assert why(b, random.Random(1).randbytes(500)) in ("garbage", "key")
+    assert not b._sessions, "who has no key makes no memory grow"
+
+
+def test_old_datagrams_are_dropped_and_hello_needs_no_id() -> None:
+    a, b, clock = pair()
+    old = a.seal(b"b" * 20, b"old")
+    clock.now += SKEW_S_MAX + 1
+    assert why(b, old) == "clock"
+    assert b.open(a.seal(NOBODY, b"who is there?"))[2] is False
+
+
+def test_secret_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    identity = Identity.load(tmp_path)
+    tls_contexts(identity, "k" * 20, tmp_path)
+    assert Identity.load(tmp_path).id == identity.id
+    for name in ("identity.pem", "tls.pem"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def test_flags_come_before_variables_before_the_file(tmp_path: Path) -> None:
+    secrets = {"VALENCE_CLUSTER_KEY": "k" * 20, "VALENCE_TOKEN": "t" * 20}
+    (tmp_path / "peer.toml").write_text('site = "file"\nlabels = ["x"]\ncpus = 3\n')
+    flags = {"data": str(tmp_path), "cpus": "1"}
+    found = load(flags, {**secrets, "VALENCE_SITE": "variable"})
+    assert (found.cpus, found.site, found.labels) == (1.0, "variable", ("x",))
+    (tmp_path / "token").write_text("from-a-file-from-a-file\n")
+    del secrets["VALENCE_TOKEN"]
+    secrets["VALENCE_TOKEN_FILE"] = str(tmp_path / "token")
+    assert load(flags, secrets).token == "from-a-file-from-a-file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ({}, {}, "VALENCE_CLUSTER_KEY_FILE"),
+        ({}, {"VALENCE_CLUSTER_KEY": "short", "VALENCE_TOKEN": "t" * 20}, "shorter than 16"),
+        ({"cpus": "many"}, {}, "--cpus"),
+        ({}, {"VALENCE_PORT": "99999"}, "VALENCE_PORT"),
+        ({"config": "/no/such/file"}, {}, "/no/such/file"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    flags: dict[str, str], environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load({"data": str(tmp_path), **flags}, environment)
+
+
+# --------------------------------------------------------------------------- matching
+
+
+def test_the_need_that_nobody_meets_is_named() -> None:
+    here = [
+        Member.model_validate(
+            ((bytes([n] * 20), "h", 1), "u", (2000, 1 << 30), ("x86_64", "linux"))
+        )
+        for n in range(4)
+    ]
+    need = Needs(capacity=Capacity(millicores=1000, gpus=1))
+    assert matching.explain(here, need) == "needs 1 gpu: no peer of 4 has that"
+    need = Needs(capacity=Capacity(millicores=1000), arch="arm64", labels=("ssd",))
+    assert "arch arm64 and label ssd" in str(matching.explain(here, need))
+    assert matching.explain(here, Needs(capacity=Capacity(millicores=2000))) is None
+
+
+# --------------------------------------------------------------------------- admission
+
+HOME = b"h" * 20
+
+
+def admission(millicores: int = 4000) -> Admission:
+    return Admission(Capacity(millicores=millicores, memory_bytes=1 << 30), Traits(), LAN)
+
+
+def room(millicores: int = 1000, count: int = 1, **more: object) -> Room:
+    return Room(needs=Needs(capacity=Capacity(millicores=millicores)), count=count, **more)
+
+
+def test_never_more_than_there_is() -> None:
+    peer = admission()
+    grant = peer.reserve(HOME, room(count=9), 0.0)
+    assert len(grant.leases) == 4
+    assert "busy" in grant.refusal
+    assert not peer.reserve(b"x" * 20, room(), 0.0).leases
+    peer.sanity_check()
+
+
+def test_a_lease_expires_and_can_not_be_committed_after() -> None:
+    peer = admission()
+    (lease,) = peer.reserve(HOME, room(4000), 0.0).leases
+    later = LAN.lease_ttl_s + 0.1
+    assert peer.commit(HOME, lease, "unit", later) == "the lease has expired"
+    assert peer.free == peer.capacity
+    (lease,) = peer.reserve(HOME, room(4000), later).leases
+    assert peer.commit(b"x" * 20, lease, "unit", later) == "the lease has expired"
+    assert peer.commit(HOME, lease, "unit", later) == "run"
+    peer.release("unit")
+    assert peer.free == peer.capacity
+
+
+def test_the_queue_is_earliest_deadline_first() -> None:
+    peer = admission(1000)
+    (first,) = peer.reserve(HOME, room(), 0.0).leases
+    assert peer.commit(HOME, first, "first", 0.0) == "run"
+    late = peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0)
+    soon = peer.reserve(HOME, room(runtime_s=0.1, queue=True, deadline_in_s=5.0), 0.0)
+    assert (late.queued, soon.queued) == (1, 1)
+    assert peer.commit(HOME, late.leases[0], "late", 0.0) == "wait"
+    assert peer.commit(HOME, soon.leases[0], "soon", 0.0) == "wait"
+    peer.release("first")
+    assert peer.starts(0.1) == ["soon"]
+    peer.release("soon")
+    assert peer.starts(0.2) == ["late"]
+
+
+def test_the_queue_is_short_in_time() -> None:
+    peer = admission(1000)
+    grant = peer.reserve(HOME, room(count=1000, runtime_s=0.01, queue=True), 0.0)
+    assert len(grant.leases) == 1 + 50
+    assert not peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0).leases
+    assert not peer.reserve(HOME, room(queue=True), 0.0).leases, "unknown run times do not queue"
+
+
+def test_a_large_unit_is_not_kept_waiting_by_small_ones() -> None:
+    peer = admission(4000)
+    small = peer.reserve(HOME, room(1000, 4), 0.0).leases
+    for lease in small:
+        peer.commit(HOME, lease, lease, 0.0)
+    (hold,) = peer.reserve(HOME, room(4000, hold=True), 0.0).leases
+    assert peer.commit(HOME, hold, "large", 0.0) == "wait"
+    peer.release(small[0])
+    assert peer.reserve(HOME, room(1000), 1.0).leases, "it may be overtaken for a moment"
+    now = LAN.backfill_s_max + LAN.lease_ttl_s + 2
+    assert not peer.reserve(HOME, room(1000), now).leases, "then the peer drains"
+    for lease in small[1:]:
+        peer.release(lease)
+    assert peer.starts(now) == ["large"]
+
+
+def test_a_queued_unit_that_waits_too_long_is_handed_back() -> None:
+    peer = admission(1000)
+    (first,) = peer.reserve(HOME, room(), 0.0).leases
+    peer.commit(HOME, first, "endless", 0.0)
+    (lease,) = peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0).leases
+    peer.commit(HOME, lease, "waiting", 0.0)
+    assert peer.overdue(LAN.patience_s_min - 0.1) == []
+    assert peer.overdue(LAN.patience_s_min + 0.1) == ["waiting"]
+
+
+def test_who_was_refused_hears_of_room_in_turn() -> None:
+    peer = admission(1000)
+    (lease,) = peer.reserve(HOME, room(), 0.0).leases
+    peer.commit(HOME, lease, "unit", 0.0)
+    peer.reserve(b"1" * 20, room(), 0.0)
+    peer.reserve(b"2" * 20, room(), 0.0)
+    assert peer.take_wish(1.0) is None, "there is no room yet"
+    peer.release("unit")
+    assert [peer.take_wish(1.0), peer.take_wish(1.0), peer.take_wish(1.0)] == [
+        b"1" * 20,
+        b"2" * 20,
+        None,
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_sequence_of_steps_over_books_or_leaks(seed: int) -> None:
+    rng = random.Random(seed)
+    peer = admission(4000)
+    now = 0.0
+    leases: list[int] = []
+    units: list[object] = []
+    for step in range(120):
+        now += rng.random() * rng.choice([0.01, 1.0, 3.0])
+        match rng.randrange(6):
+            case 0 | 1:
+                ask = room(
+                    rng.choice([100, 1000, 4000]),
+                    rng.randint(1, 6),
+                    runtime_s=rng.choice([None, 0.01, 0.2]),
+                    queue=rng.random() < 0.5,
+                    hold=rng.random() < 0.2,
+                    deadline_in_s=rng.choice([None, 1.0, 60.0]),
+                )
+                leases.extend(peer.reserve(HOME, ask, now).leases)
+            case 2 if leases:
+                lease = leases.pop(rng.randrange(len(leases)))
+                if peer.commit(HOME, lease, step, now) in ("run", "wait"):
+                    units.append(step)
+            case 3 if leases:
+                peer.give_back(HOME, (leases.pop(),))
+            case 4 if units:
+                peer.release(units.pop(rng.randrange(len(units))))
+            case _:
+                peer.starts(now)
+        peer.sanity_check()
+    for unit in units:
+        peer.release(unit)
+    peer.expire(now + 100)
+    assert peer.free == peer.capacity
+
+
+# --------------------------------------------------------------------------- probe
+
+
+class Door:
+    """A simulated peer's admission, behind the real messages."""
+
+    def __init__(self, peer: SimPeer) -> None:
+        self.admission = Admission(peer.capacity, peer.traits, peer.config)
+        self.asked = 0
+        peer.rpc.on(Reserve, self._reserve)
+        peer.rpc.on(ReturnLeases, self._give_back)
+
+    def _reserve(self, sender, message):
+        self.asked += 1
+        now = asyncio.get_running_loop().time()
+        grants = tuple(self.admission.reserve(sender.id, r, now) for r in message.asks)
+        return Offers(grants=grants, free=self.admission.free, ttl_s=5.0)
+
+    def _give_back(self, sender, message):
+        self.admission.give_back(sender.id, message.leases)
+
+
+def unit(number: int, **more: object) -> Unit:
+    needs = more.pop("needs", Needs(capacity=Capacity(millicores=1000)))
+    return Unit(AttemptKey(workflow="w", task=f"t{number}", number=1), needs, **more)
+
+
+class Bench:
+    """A home with `probe`, and the doors of all peers."""
+
+    def __init__(self, peers: list[SimPeer]) -> None:
+        self.doors = {p.contact.id: Door(p) for p in peers}
+        self.placed: list[Placed] = []
+        me = peers[0]
+        self.probe = Probe(me.rpc, me.members, me.rng, me.config, self.placed.extend)
+        self.task = asyncio.ensure_future(self.probe.run())
+        self.peers = peers
+
+    async def until_placed(self, count: int, within_s: float) -> float:
+        start = asyncio.get_running_loop().time()
+        while len(self.placed) < count:
+            passed = asyncio.get_running_loop().time() - start
+            assert passed < within_s, f"{len(self.placed)} of {count} placed"
+            await asyncio.sleep(0.01)
+        return asyncio.get_running_loop().time() - start
+
+    def begin(self, one: Placed) -> None:
+        now = asyncio.get_running_loop().time()
+        door = self.doors[one.peer.id].admission
+        verdict = door.commit(self.peers[0].contact.id, one.lease, one.unit.key, now)
+        assert verdict in ("run", "wait"), verdict
+
+    def end(self, one: Placed) -> None:
+        door = self.doors[one.peer.id].admission
+        door.release(one.unit.key)
+        self.probe.vacancy(one.peer.id, door.free)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        for door in self.doors.values():
+            door.admission.sanity_check()
+        for peer in self.peers:
+            await peer.close()
+
+
+async def bench(count: int, seed: int = 1, faults: Faults | None = None) -> Bench:
+    network = Network(seed, faults)
+    peers = await cluster(network, count)
+    while not all(len(p.members.here()) == count for p in peers):
+        await asyncio.sleep(0.1)
+    return Bench(peers)
+
+
+def test_a_batch_is_spread_over_many_peers_in_few_messages() -> None:
+    async def scenario() -> None:
+        found = await bench(20)
+        found.probe.add(unit(n) for n in range(40))
+        await found.until_placed(40, 2.0)
+        assert len({p.peer.id for p in found.placed}) == 20
+        asked = sum(door.asked for door in found.doors.values())
+        assert asked <= 60, "messages are counted per batch, not per unit"
+        record = found.placed[0].placement
+        assert record.matching == 20
+        assert record.asked
+        assert "most free" in record.why
+        await found.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_unit_is_placed_once_whatever_is_lost(seed: int) -> None:
+    async def scenario() -> None:
+        found = await bench(8, seed, Faults(loss=0.15, duplication=0.1, jitter_s=0.05))
+        found.probe.add(unit(n) for n in range(60))
+        done: list[Placed] = []
+        for _ in range(2000):
+            await asyncio.sleep(0.05)
+            for one in found.placed[len(done) :]:
+                found.begin(one)
+                done.append(one)
+                asyncio.get_running_loop().call_later(0.2, found.end, one)
+            if len(done) == 60:
+                break
+        assert sorted(p.unit.key.task for p in done) == sorted(f"t{n}" for n in range(60))
+        await asyncio.sleep(10)
+        for door in found.doors.values():
+            door.admission.expire(asyncio.get_running_loop().time())
+            assert door.admission.free == door.admission.capacity, "room leaked"
+        await found.close()
+
+    run(scenario())
+
+
+def test_unmet_needs_are_told_and_met_when_a_peer_comes() -> None:
+    async def scenario() -> None:
+        found = await bench(4)
+        need = Needs(capacity=Capacity(millicores=1000, gpus=1))
+        found.probe.add([unit(1, needs=need)])
+        await asyncio.sleep(3)
+        reason = found.probe.waiting_for(unit(1).key)
+        assert reason == "needs 1 gpu: no peer of 4 has that"
+        more = SimPeer(found.peers[0].network, 9, capacity=Capacity(millicores=1000, gpus=1))
+        found.peers.append(more)
+        found.doors[more.contact.id] = Door(more)
+        await more.join(found.peers[1])
+        await found.until_placed(1, 10)
+        assert found.placed[0].peer.id == more.contact.id
+        assert found.probe.waiting_for(unit(1).key) is None
+        await found.close()
+
+    run(scenario())
+
+
+def test_a_large_unit_gets_its_turn_among_a_stream_of_small_ones() -> None:
+    async def scenario() -> None:
+        found = await bench(3)
+        loop = asyncio.get_running_loop()
+        whole = Needs(capacity=Capacity(millicores=2000))
+        taken = 0
+        number = 100
+        found.probe.add(unit(n, runtime_s=0.3) for n in range(12))
+        found.probe.add([unit(99, needs=whole)])
+        start = loop.time()
+        while not any(p.unit.key.task == "t99" for p in found.placed):
+            assert loop.time() - start < 60, "it starves"
+            await asyncio.sleep(0.02)
+            for one in found.placed[taken:]:
+                found.begin(one)
+                loop.call_later(0.3, _finish, found, one)
+                found.probe.add([unit(number, runtime_s=0.3)])  # never fewer small ones
+                number += 1
+            taken = len(found.placed)
+        await found.close()
+
+    def _finish(found: Bench, one: Placed) -> None:
+        found.end(one)
+        for unit_ in found.doors[one.peer.id].admission.starts(asyncio.get_running_loop().time()):
+            placed = next(p for p in found.placed if p.unit.key == unit_)
+            asyncio.get_running_loop().call_later(0.3, _finish, found, placed)
+
+    run(scenario())
+
+
+def test_withdrawn_units_are_forgotten() -> None:
+    async def scenario() -> None:
+        found = await bench(2)
+        found.probe.add([unit(1), unit(2)])
+        found.probe.withdraw([unit(1).key])
+        await found.until_placed(1, 2)
+        await asyncio.sleep(2)
+        assert [p.unit.key.task for p in found.placed] == ["t2"]
+        await found.close()
+
+    run(scenario())
