@@ -83,7 +83,7 @@ class Http:
         self._stopping = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
-        app = web.Application(middlewares=[self._guard], client_max_size=DOCUMENT_BYTES_MAX + 1024)
+        app = web.Application(middlewares=[self._guard], client_max_size=DOCUMENT_BYTES_MAX)
         for route in ROUTES:
             path = route.path.replace("{name}", "{name:.+}")
             app.router.add_route(route.method, path, getattr(self, "_" + route.handler))

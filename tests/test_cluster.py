@@ -552,7 +552,7 @@ def test_ctrl_c_while_watching_is_clean(cluster, tmp_path) -> None:
     line = process.stdout.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=20)
     id = re.search(r"\((w\w+)\)", line)[1]
     assert process.returncode == 130
     assert "Traceback" not in err
