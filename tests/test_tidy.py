@@ -1,0 +1,91 @@
+"""House rules: the layers and their arrows, purity, and a first line that says what a module is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: what each layer may import of ours; `workflow ← protocols ← {peer, master} ← {valence, sim, bench}`
+ARROWS = {
+    "workflow": set(),
+    "protocols": {"workflow"},
+    "peer": {"workflow", "protocols"},
+    "master": {"workflow", "protocols"},
+    "valence": {"workflow", "protocols", "peer", "master"},
+    "sim": {"workflow", "protocols", "peer", "master"},
+    "bench": {"workflow", "protocols", "peer", "master", "valence", "sim"},
+}
+PURE = ("workflow", "protocols")
+IMPURE = {
+    "aiohttp", "ctypes", "fcntl", "http", "io", "logging", "multiprocessing", "os", "pathlib",
+    "secrets", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl", "subprocess", "sys",
+    "tempfile", "threading", "time", "urllib", "uuid",
+}  # fmt: skip
+#: the program that replays one recorded task *is* a process; it is run, not imported, by others
+PROGRAMS = {"workflow/replay.py"}
+BAD_NAMES = ("utils", "helpers", "manager", "handler", "misc", "common", "info")
+
+
+def modules() -> list[Path]:
+    return [p for layer in ARROWS for p in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_keeps_to_its_layer(path: Path) -> None:
+    layer = path.relative_to(ROOT).parts[0]
+    ours = imports(path) & set(ARROWS) - {layer}
+    assert ours <= ARROWS[layer], f"{layer} may not import {ours - ARROWS[layer]}"
+    if layer in PURE and str(path.relative_to(ROOT)) not in PROGRAMS:
+        assert not imports(path) & IMPURE
+
+
+@pytest.mark.parametrize("layer", PURE)
+def test_pure_layers_use_no_global_randomness_and_no_files(layer: str) -> None:
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        if str(path.relative_to(ROOT)) in PROGRAMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert name != "open", path
+                assert not name.startswith("random.") or name == "random.Random", path
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert not any(word in path.stem for word in BAD_NAMES)
+    if path.name != "__main__.py":
+        assert ast.get_docstring(ast.parse(path.read_text())), "no first line"
+
+
+def test_the_tree_is_formatted_and_has_no_stray_files() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not listed:
+        pytest.skip("not a git checkout")
+    assert not [f for f in listed if f.endswith((".pyc", ".log", ".db", ".pem"))]
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"):
+        assert name in listed
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    import re
+
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
