@@ -87,12 +87,15 @@ class Attempt:
         needed = [*work.inputs, *values]
         await self._fetch(needed)
         with self._blobs.pinned([file.hash for file in needed]):
+            gone = [file.name for file in needed if file.hash not in self._blobs]
+            if gone:
+                raise PeerFailed(f"{gone[0]} was evicted before the others had come")
             if work.command is not None:
-                await asyncio.to_thread(self._lay_out)
+                await asyncio.to_thread(self._lay_out, self._sources())
                 await self._command(work.command)
             else:
                 if work.inputs or work.outputs:
-                    await asyncio.to_thread(self._lay_out)
+                    await asyncio.to_thread(self._lay_out, self._sources())
                 await self._call()
         outputs = await self._collect()
         return {**self.result, "kind": "ok", "outputs": outputs}
@@ -106,14 +109,17 @@ class Attempt:
             if error is not None:
                 raise error
 
-    def _lay_out(self) -> None:
+    def _sources(self) -> list[Path]:
+        return [self._blobs.path(file.hash) for file in self.work.inputs]
+
+    def _lay_out(self, sources: list[Path]) -> None:
         self._home.mkdir(mode=0o700)
-        for file in self.work.inputs:
+        for file, source in zip(self.work.inputs, sources, strict=True):
             if file_problem(file.name):
                 raise TaskFailed(f"{file.name!r}: {file_problem(file.name)}")
             target = self._home / file.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(self._blobs.path(file.hash), target)
+            copy_file(source, target)
         for name in self.work.outputs:
             (self._home / name).parent.mkdir(parents=True, exist_ok=True)
 
@@ -274,11 +280,18 @@ class Attempt:
     # ----------------------------------------------------------------- outputs
 
     async def _collect(self) -> tuple[File, ...]:
+        """All are looked at before the first is taken: one may be a link to another."""
+        taken: list[Path] = []
         found = []
-        for name in self.work.outputs:
-            path = await asyncio.to_thread(self._checked, name)
-            hash, size = await self._blobs.adopt(path)
-            found.append(File(name=name, hash=hash, size=size))
+        try:
+            for name in self.work.outputs:
+                taken.append(await asyncio.to_thread(self._checked, name))
+            for name, path in zip(self.work.outputs, taken, strict=True):
+                hash, size = await self._blobs.adopt(path)
+                found.append(File(name=name, hash=hash, size=size))
+        finally:
+            for path in taken:
+                path.unlink(missing_ok=True)
         return tuple(found)
 
     def _checked(self, name: str) -> Path:
@@ -298,25 +311,33 @@ class Attempt:
             raise TaskFailed(f"output {name!r} is a directory; outputs are files: pack it with tar")
         if not stat.S_ISREG(status.st_mode):
             raise TaskFailed(f"output {name!r} is no plain file")
-        if status.st_nlink > 1 or real != root / name:
-            # somebody else's name for the same file, or one file under two outputs: take a copy
+        if status.st_nlink > 1 or real != root / name or self.work.call is not None:
+            # somebody else's name for the same file, one file under two outputs, or a worker that
+            # lives on and may have it open: take a copy
             copy = self._blobs.new_part()
             copy_file(real, copy)
             return copy
         return real
 
     def _clean(self) -> None:
-        shutil.rmtree(self._home, onerror=_force)
+        remove_tree(self._home)
         for path in (self._log, self._value):
             path.unlink(missing_ok=True)
 
 
-def _force(function: object, path: str, _: object) -> None:
-    """A task may have taken away its own right to delete."""
+def remove_tree(root: Path) -> None:
+    """All of it, even where a task took away its own right to delete. Links are not followed."""
+    if not root.exists():
+        return
     with contextlib.suppress(OSError):
-        os.chmod(os.path.dirname(path), 0o700)
-        os.chmod(path, 0o700)
-        function(path)  # type: ignore[operator]
+        root.chmod(0o700)
+    for path, directories, _ in os.walk(root, followlinks=False):
+        for name in directories:
+            inner = os.path.join(path, name)
+            if not os.path.islink(inner):
+                with contextlib.suppress(OSError):
+                    os.chmod(inner, 0o700)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 async def _known(exit: asyncio.Future[Exit]) -> None:

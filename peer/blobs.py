@@ -48,6 +48,13 @@ class _Blob:
     pins: int = 0
 
 
+@dataclass(slots=True)
+class Room:
+    """Bytes of the quota held for a write that is under way."""
+
+    size: int
+
+
 class Blobs:
     def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
         self.quota_bytes = quota_bytes
@@ -57,7 +64,13 @@ class Blobs:
         shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
         self._parts.mkdir(mode=0o700, parents=True)
         self._root.mkdir(mode=0o700, exist_ok=True)
-        self._known: dict[bytes, _Blob] = dict(sorted(self._scan()))
+        self._known: dict[bytes, _Blob] = {}
+        for hash, blob in self._scan():
+            known = self._known.get(hash)
+            if known is not None:  # the same content came in twice at once: one file is enough
+                self._place(hash, True).unlink(missing_ok=True)
+                blob = known if not known.copy else blob
+            self._known[hash] = _Blob(blob.size, blob.copy and known is None)
         self.used_bytes = sum(blob.size for blob in self._known.values())
 
     def _scan(self) -> Iterator[tuple[bytes, _Blob]]:
@@ -112,10 +125,15 @@ class Blobs:
             )
         self.used_bytes += size
 
-    def make_room(self, size: int) -> None:
-        """Refuse now what would be refused at the end of a long transfer."""
+    @contextlib.contextmanager
+    def room(self, size: int) -> Iterator[Room]:
+        """Held while something is being written: what would not fit is refused before it begins."""
         self._reserve(size)
-        self.used_bytes -= size
+        held = Room(size)
+        try:
+            yield held
+        finally:
+            self.used_bytes -= held.size
 
     def _evict(self, wanted: int) -> None:
         for hash, blob in list(self._known.items()):
@@ -134,7 +152,7 @@ class Blobs:
     def drop_older_than(self, at: float) -> int:
         """Retention: what nobody touched since then."""
         old = []
-        for hash, blob in self._known.items():
+        for hash, blob in list(self._known.items()):
             with contextlib.suppress(OSError):
                 if not blob.pins and self._place(hash, blob.copy).stat().st_mtime < at:
                     old.append(hash)
@@ -152,17 +170,16 @@ class Blobs:
         hash = hashlib.sha256(data).digest()
         if hash in self._known:
             return hash
-        self._reserve(len(data))
         part = self.new_part()
-        try:
-            await asyncio.to_thread(_write, part, data)
-            await asyncio.to_thread(self._settle, part, hash, copy)
-        except OSError as error:
-            self.used_bytes -= len(data)
-            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
-        finally:
-            part.unlink(missing_ok=True)
-        self._keep(hash, len(data), copy)
+        with self.room(len(data)) as room:
+            try:
+                await asyncio.to_thread(_write, part, data)
+                await asyncio.to_thread(self._settle, part, hash, copy)
+            except OSError as error:
+                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+            finally:
+                part.unlink(missing_ok=True)
+            self._keep(hash, len(data), copy, room)
         return hash
 
     async def receive(
@@ -171,60 +188,52 @@ class Blobs:
         """A stream from outside, whose hash must be right. Nothing is left of a bad one."""
         if announced is not None and announced > self.blob_bytes_max:
             raise TooLarge(f"{announced:,} bytes; at most {self.blob_bytes_max:,} are taken")
-        reserved = size = 0
+        size = 0
         part = self.new_part()
         digest = hashlib.sha256()
-        kept = False
-        try:
-            with part.open("wb") as file:
-                async for chunk in chunks:
-                    if size + len(chunk) > reserved:
-                        more = max(len(chunk), (announced or 0) - reserved)
-                        if size + len(chunk) > self.blob_bytes_max:
-                            raise TooLarge(f"at most {self.blob_bytes_max:,} bytes are taken")
-                        self._reserve(more)
-                        reserved += more
-                    size += len(chunk)
-                    digest.update(chunk)
-                    await asyncio.to_thread(file.write, chunk)
-                await asyncio.to_thread(_sync, file.fileno(), file.flush)
-            if digest.digest() != expected:
-                raise WrongHash(
-                    f"the content's hash is sha256:{digest.hexdigest()}, not what was named"
-                )
-            if expected not in self._known:
+        with self.room(announced or 0) as room:
+            try:
+                with part.open("wb") as file:
+                    async for chunk in chunks:
+                        self.widen(room, size + len(chunk))
+                        size += len(chunk)
+                        digest.update(chunk)
+                        await asyncio.to_thread(file.write, chunk)
+                if digest.digest() != expected:
+                    raise WrongHash(
+                        f"the content's hash is sha256:{digest.hexdigest()}, not what was named"
+                    )
                 await asyncio.to_thread(self._settle, part, expected, False)
-                self.used_bytes += size - reserved
-                self._keep(expected, size, False)
-                kept = True
-        except OSError as error:
-            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
-        finally:
-            if not kept:
-                self.used_bytes -= reserved
-            part.unlink(missing_ok=True)
+                self._keep(expected, size, False, room)
+            except OSError as error:
+                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+            finally:
+                part.unlink(missing_ok=True)
         return size
 
+    def widen(self, room: Room, size: int) -> None:
+        """What comes turns out larger than announced."""
+        if size > self.blob_bytes_max:
+            raise TooLarge(f"at most {self.blob_bytes_max:,} bytes are taken")
+        if size > room.size:
+            self._reserve(size - room.size)
+            room.size = size
+
     async def adopt(
-        self, path: Path, copy: bool = False, hashed: bytes | None = None
+        self, path: Path, copy: bool = False, hashed: bytes | None = None, room: Room | None = None
     ) -> tuple[bytes, int]:
         """A file on this disk becomes a blob; the file is gone afterwards."""
         size = path.stat().st_size
-        self._reserve(size)
-        kept = False
+        if room is None:
+            with self.room(size) as own:
+                return await self.adopt(path, copy, hashed, own)
+        self.widen(room, size)
         try:
             hash = await asyncio.to_thread(hash_file, path) if hashed is None else hashed
-            if hash in self._known:
-                path.unlink()
-                return hash, size
             await asyncio.to_thread(self._settle, path, hash, copy)
-            kept = True
         except OSError as error:
             raise BlobError(f"{path.name}: {error.strerror}") from None
-        finally:
-            if not kept:
-                self.used_bytes -= size
-        self._keep(hash, size, copy)
+        self._keep(hash, size, copy, room)
         return hash, size
 
     def _settle(self, part: Path, hash: bytes, copy: bool) -> None:
@@ -233,16 +242,28 @@ class Blobs:
         fd = os.open(part, os.O_RDONLY)
         try:
             os.fchmod(fd, 0o400)
+            os.utime(fd)  # its age here counts, not the one its maker gave it
             os.fdatasync(fd)
         finally:
             os.close(fd)
         part.replace(place)
 
-    def _keep(self, hash: bytes, size: int, copy: bool) -> None:
-        if hash in self._known:  # two wrote the same content at once: count it once
-            self.used_bytes -= size
-        else:
+    def _keep(self, hash: bytes, size: int, copy: bool, room: Room) -> None:
+        """The file is at its place: count it once, and as this peer's own if it ever was."""
+        known = self._known.get(hash)
+        if known is None:
             self._known[hash] = _Blob(size, copy)
+            self.used_bytes += size
+        elif known.copy != copy:
+            self._place(hash, True).unlink(missing_ok=True)
+            known.copy = False
+
+    def touch(self, hash: bytes) -> None:
+        """It is wanted again: its retention begins anew."""
+        blob = self._known.get(hash)
+        if blob is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._place(hash, blob.copy))
 
     # ----------------------------------------------------------------- out
 
@@ -271,11 +292,6 @@ def copy_file(source: Path, target: Path) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-
-
-def _sync(fd: int, flush: object) -> None:
-    flush()  # type: ignore[operator]
-    os.fdatasync(fd)
 
 
 def _read(path: Path, offset: int, length: int) -> bytes:

@@ -39,6 +39,7 @@ from .identity import Identity, tls_contexts, write_private
 from .journal import Journal
 from .link import NOBODY, Link
 from .metrics import Metrics
+from .nursery import adopt_orphans
 from .processes import Processes
 from .routes import VERSION
 from .seal import Seal
@@ -79,6 +80,7 @@ class Daemon:
 
     async def start(self) -> None:
         settings, config, data = self._settings, self._config, self._data
+        adopt_orphans()
         self._rng = rng = random.Random(os.urandom(16))
         identity = Identity.load(data)
         self.database = Database(data / "peer.db")
@@ -87,7 +89,7 @@ class Daemon:
         seal = Seal(identity.id, settings.cluster_key, time.time)
         self.link = Link(seal, tls, identity.id, config)
         port = await self._listen()
-        host = settings.advertise or _reachable(settings.host)
+        host = socket.gethostbyname(settings.advertise or _reachable(settings.host))
         me = Contact(id=identity.id, host=host, port=port)
 
         self.rpc = Rpc(me, self.link, rng, config)
@@ -319,8 +321,12 @@ class Daemon:
             await self._remember_peers()
             await asyncio.sleep(HOUSEKEEPING_S * (0.75 + 0.5 * self._rng.random()))
             before = time.time() - self._settings.retention
-            forgotten = await self.journal.forget(before)
-            dropped = self.blobs.drop_older_than(before)
+            try:
+                forgotten = await self.journal.forget(before)
+                dropped = self.blobs.drop_older_than(before)
+            except (DatabaseError, OSError) as error:
+                log.error("housekeeping: %s", error)
+                continue
             if forgotten or dropped:
                 log.info("retention: %d workflows, %d files dropped", forgotten, dropped)
 
@@ -341,7 +347,7 @@ class Daemon:
 
     def stop(self, grace_s: float | None = None) -> None:
         if self._stop.is_set():
-            self._grace_s = 0.0
+            self.executor.hurry.set()
         elif grace_s is not None:
             self._grace_s = min(self._grace_s, grace_s)
         self._stop.set()

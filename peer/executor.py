@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgpack
 
@@ -47,7 +46,7 @@ from protocols.messages import (
 )
 from protocols.rpc import CallFailed, Rpc
 
-from .attempt import Attempt, outcome
+from .attempt import Attempt, outcome, remove_tree
 from .blobs import Blobs
 from .database import Database, DatabaseError
 from .processes import Processes
@@ -88,6 +87,7 @@ class Executor:
         lease_ttl_s: float,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
         self._members = members
         self._admission = admission
@@ -99,8 +99,8 @@ class Executor:
         self._log_bytes_max = log_bytes_max
         self._lease_ttl_s = lease_ttl_s
         self._directory = directory / "work"
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700)
+        remove_tree(self._directory)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         self._held: dict[AttemptKey, _Held] = {}
         self._outbox: dict[bytes, dict[AttemptKey, bytes]] = {}
         self._reporters: dict[bytes, asyncio.Task[None]] = {}
@@ -353,9 +353,15 @@ class Executor:
         deadline = self._now() + grace_s
         for unit in self._admission.queued_units():
             self._hand_back(unit, "the peer is leaving")
-        while self._held and self._now() < deadline:
-            tasks = [h.task for h in self._held.values() if h.task]
-            await asyncio.wait(tasks, timeout=max(0.01, deadline - self._now()))
+        hurry = asyncio.ensure_future(self.hurry.wait())
+        while self._held and self._now() < deadline and not self.hurry.is_set():
+            tasks: list[asyncio.Task[Any]] = [h.task for h in self._held.values() if h.task]
+            await asyncio.wait(
+                [*tasks, hurry],
+                timeout=max(0.01, deadline - self._now()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        hurry.cancel()
         running = [h for h in self._held.values() if h.state == "running" and h.task]
         for held in running:
             assert held.task is not None
@@ -381,7 +387,7 @@ class Executor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_tree(self._directory)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -157,15 +157,21 @@ class Home:
             run = self._replay(row["id"])
             if run is None:
                 continue
-            self._active[run.id] = run
-            for task in run.tasks.values():
-                if task.state == "retrying":
-                    run._set(task, "waiting")
-                for attempt in task.attempts:
-                    if attempt.state == "running" and task.state == "running":
-                        self._gave(run, task.id, attempt.number, attempt.peer)
-                        self._check_at[attempt.peer] = 0.0
-            self._begin(run)
+            try:
+                self._resume(run)
+            except Exception:  # one workflow must not keep the peer from starting
+                log.exception("workflow %s can't be taken up again", run.id)
+
+    def _resume(self, run: Run) -> None:
+        self._active[run.id] = run
+        for task in run.tasks.values():
+            if task.state == "retrying":
+                run._set(task, "waiting")
+            for attempt in task.attempts:
+                if attempt.state == "running" and task.state == "running":
+                    self._gave(run, task.id, attempt.number, attempt.peer)
+                    self._check_at[attempt.peer] = 0.0
+        self._begin(run)
 
     def _begin(self, run: Run) -> None:
         self._spawn(self._publish(run.id))

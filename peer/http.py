@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+import aiohttp
+from aiohttp import http_exceptions, web
 from pydantic import BaseModel
 
 from protocols.messages import File
@@ -136,6 +137,8 @@ class Http:
                 response.headers["Allow"] = error.headers["Allow"]
         except (ConnectionResetError, asyncio.CancelledError):
             raise
+        except (aiohttp.ClientPayloadError, http_exceptions.HttpProcessingError) as error:
+            response = _problem(Problem(400, f"the body can't be read: {error}"))
         except Exception:
             log.exception("%s %s", request.method, request.path)
             response = _problem(Problem(500, "an error in the peer; its log says more"))
@@ -180,8 +183,8 @@ class Http:
                 options[name] = _number(request, name)
         key = request.headers.get("Idempotency-Key")
         if key is not None:
-            if not key or len(key) > KEY_CHARS_MAX:
-                raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} characters")
+            if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
+                raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
             options["idempotency"] = key
         text = await request.read()
         view, new = await self._gateway.submit(text, options, "default")
@@ -300,6 +303,7 @@ class Http:
         known = self._blobs.size(hash)
         if known is not None:
             await request.release()
+            self._blobs.touch(hash)
             self._blob_arrived(hash)
             return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
         size = await self._blobs.receive(_chunks(request), hash, request.content_length)
@@ -340,9 +344,16 @@ class Http:
         first = await anext(parts, b"")
         response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
-        await response.write(first)
-        async for part in parts:
-            await response.write(part)
+        try:
+            await response.write(first)
+            async for part in parts:
+                await response.write(part)
+        except (BlobError, OSError) as error:
+            # half a body is out: the only honest end is to break off
+            log.warning("%s broke off: %s", request.path, error)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError from None
         return response
 
 

@@ -145,13 +145,13 @@ class Link:
                 reader, writer = await asyncio.open_connection(
                     to.host, to.port, ssl=self._tls.client, server_hostname="valence"
                 )
-            if _peer_of(writer) != to.id:
+            if to.id not in (NOBODY, _peer_of(writer)):  # any peer of the cluster may be greeted
                 self.counts["stream_strangers"] += 1
                 return
             stream.writer = writer
             while stream.waiting:
                 self._write(writer, stream.waiting.popleft())
-            await self._read(Contact(id=to.id, host=to.host, port=to.port), reader)
+            await self._read(Contact(id=_peer_of(writer), host=to.host, port=to.port), reader)
         except (OSError, TimeoutError, ValueError, EOFError):
             self.counts["stream_failures"] += 1
         finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 import sys
 
 import uvloop
 
 from . import nursery
 from .daemon import AlreadyRunning, Daemon
+from .database import DatabaseError
 from .settings import Settings, SettingsError, from_arguments
 
 
@@ -31,9 +33,11 @@ def run(settings: Settings) -> int:
     except AlreadyRunning as error:
         print(f"valence peer: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"valence peer: {error}", file=sys.stderr)
+    except (OSError, ValueError, sqlite3.Error, DatabaseError) as error:
+        print(f"valence peer: it can't start: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 async def _live(settings: Settings, channel: object) -> int:

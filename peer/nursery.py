@@ -24,8 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -33,6 +32,7 @@ import msgpack
 LENGTH = struct.Struct("!I")
 MARKER = "VALENCE_ATTEMPT"
 OPEN_FILES_MAX = 4096
+WORKER_FILE_BYTES_MAX = 64 * 2**30
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 
@@ -41,6 +41,11 @@ def prctl(option: int, value: int) -> None:
     """Linux only; elsewhere we do without."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """In the daemon: should its nursery be killed, the tasks become the daemon's to end."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
@@ -53,14 +58,12 @@ class _Child:
     pid: int
     pidfd: int
     marker: str
-    group: bool = True
     pipe: int = -1
     log: int = -1
     log_left: int = 0
     truncated: bool = False
     code: int | None = None
     rss: int = 0
-    sockets: list[socket.socket] = field(default_factory=list)
 
 
 class Nursery:
@@ -69,11 +72,11 @@ class Nursery:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._buffer = bytearray()
-        self._closing: list[int] = []
 
     def run(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # deaf by handlers, not by SIG_IGN: what is ignored stays ignored in every child
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for name in [n for n in os.environ if n.startswith("VALENCE_")]:
@@ -89,7 +92,7 @@ class Nursery:
             while True:
                 for key, _ in self._selector.select():
                     key.data()
-        except (EOFError, OSError):
+        except EOFError:
             pass  # the daemon is gone
         finally:
             for child in list(self._children.values()):
@@ -99,7 +102,10 @@ class Nursery:
     # ----------------------------------------------------------------- commands
 
     def _commanded(self) -> None:
-        data = self._channel.recv(1 << 18)
+        try:
+            data = self._channel.recv(1 << 18)
+        except OSError:
+            data = b""
         if not data:
             raise EOFError
         self._buffer += data
@@ -114,12 +120,13 @@ class Nursery:
     def _tell(self, *row: Any, fd: int | None = None) -> None:
         packed = msgpack.packb(row)
         data = LENGTH.pack(len(packed)) + packed
-        if fd is None:
-            self._channel.sendall(data)
-        else:
-            sent = socket.send_fds(self._channel, [data], [fd])
-            if sent < len(data):
-                self._channel.sendall(data[sent:])
+        try:
+            if fd is not None:
+                data = data[socket.send_fds(self._channel, [data], [fd]) :]
+            if data:
+                self._channel.sendall(data)
+        except OSError:
+            raise EOFError from None
 
     def _on_spawn(
         self,
@@ -132,8 +139,12 @@ class Nursery:
         file_bytes_max: int,
         marker: str,
     ) -> None:
-        read, write = os.pipe()
+        opened: list[int] = []
         try:
+            read, write = os.pipe()
+            opened += [read, write]
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            opened.append(log)
             with _limited(file_bytes_max):
                 process = subprocess.Popen(
                     argv,
@@ -144,16 +155,16 @@ class Nursery:
                     stderr=write,
                     start_new_session=True,
                 )
+            process.returncode = 0  # it is waited for here, not by subprocess
+            pidfd = os.pidfd_open(process.pid)
         except (OSError, ValueError) as error:
-            os.close(read)
-            os.close(write)
+            for fd in opened:
+                os.close(fd)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._tell("failed", id, f"{argv[0]}: {reason}")
             return
         os.close(write)
-        process.returncode = 0  # it is waited for here, not by subprocess
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        child = _Child(id, process.pid, os.pidfd_open(process.pid), marker)
+        child = _Child(id, process.pid, pidfd, marker)
         child.pipe, child.log, child.log_left = read, log, log_bytes_max
         self._watch(child)
         os.set_blocking(read, False)
@@ -173,20 +184,25 @@ class Nursery:
         self._tell("usage", id, 0 if child is None else tree_rss_bytes(child.pid))
 
     def _on_worker(self, id: int, log_path: str, parent_path: list[str]) -> None:
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            _become_worker(theirs, log_path, parent_path)
-        theirs.close()
-        child = _Child(id, pid, os.pidfd_open(pid), f"worker-{id}", group=True)
-        self._watch(child)
-        self._tell("worker", id, pid, fd=ours.fileno())
-        ours.close()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._tell("failed", id, f"a worker can't be started: {error.strerror}")
+            return
+        marker = f"worker-{os.getpid()}-{id}"
+        with ours, theirs:
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                _become_worker(theirs, log_path, parent_path, marker)
+            self._watch(_Child(id, pid, os.pidfd_open(pid), marker))
+            self._tell("worker", id, pid, fd=ours.fileno())
 
     # ----------------------------------------------------------------- events
 
     def _output(self, child: _Child) -> None:
+        if child.pipe < 0:
+            return  # it ended in the same round of events
         try:
             data = os.read(child.pipe, 1 << 16)
         except BlockingIOError:
@@ -238,11 +254,12 @@ class Nursery:
                 return
 
     def _kill(self, child: _Child, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(child.pid, number)
-        if child.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, number)
+        except OSError:  # no group any more, or a process of another user in it
+            if child.code is None:
+                with contextlib.suppress(OSError):
+                    os.kill(child.pid, number)
 
     def _sweep(self, marker: str = "", everything: bool = False) -> None:
         """End what fled from its group into a session of its own: it became our child."""
@@ -253,7 +270,7 @@ class Nursery:
             with contextlib.suppress(OSError):
                 if everything or _marked(pid, marker):
                     for victim in (*descendants(pid), pid):
-                        with contextlib.suppress(ProcessLookupError):
+                        with contextlib.suppress(OSError):
                             os.kill(victim, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
 
@@ -301,7 +318,7 @@ def _limited(file_bytes_max: int) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _become_worker(channel: socket.socket, log_path: str, path: list[str]) -> None:
+def _become_worker(channel: socket.socket, log_path: str, path: list[str], marker: str) -> None:
     """In the fork: keep only the channel, and never return."""
     code = 1
     try:
@@ -309,7 +326,10 @@ def _become_worker(channel: socket.socket, log_path: str, path: list[str]) -> No
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        kept = os.dup2(channel.fileno(), 3) if channel.fileno() != 3 else 3
+        # not for the call's own children: while one had it open, a crash would not be seen
+        kept = os.dup2(channel.fileno(), 3, inheritable=False) if channel.fileno() != 3 else 3
+        os.environ[MARKER] = marker
+        resource.setrlimit(resource.RLIMIT_FSIZE, (WORKER_FILE_BYTES_MAX,) * 2)
         os.closerange(4, OPEN_FILES_MAX)
         from .worker import serve
 
@@ -322,7 +342,7 @@ def _become_worker(channel: socket.socket, log_path: str, path: list[str]) -> No
         os._exit(code)
 
 
-def start(close: Callable[[], None] | None = None) -> tuple[socket.socket, int]:
+def start() -> tuple[socket.socket, int]:
     """Fork a nursery: the daemon's end of the channel, and the pid."""
     ours, theirs = socket.socketpair()
     pid = os.fork()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -136,6 +137,7 @@ class Processes:
             _set(self._exits.pop(id, None), Exit(row[2], row[3], row[4]))
         elif kind == "failed":
             _fail(self._exits.pop(id, None), StartFailed(row[2]))
+            _fail(self._workers.pop(id, None), NurseryGone(row[2]))
         elif kind == "worker":
             self._alive.add(id)
             channel = socket.socket(fileno=self._fds.pop(0))
@@ -166,6 +168,10 @@ class Processes:
             worker.close()
         self._idle.clear()
         self._alive.clear()
+        # what it ran became this process's children (see `adopt_orphans`): end them
+        for pid in nursery.descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         if not self._closing:
             # this process has threads by now: exec a fresh one instead of forking
             ours, theirs = socket.socketpair()

@@ -81,12 +81,12 @@ class Stage:
         part = self._blobs.new_part()
         size = int(source.value)
         self._run.unstaged[name] = f"{show_bytes(size)} are being made up"
-        self._blobs.make_room(size)
-        await asyncio.to_thread(_make_up, str(part), name, size)
-        try:
-            return await self._blobs.adopt(part)
-        finally:
-            part.unlink(missing_ok=True)
+        with self._blobs.room(size) as room:
+            try:
+                await asyncio.to_thread(_make_up, str(part), name, size)
+                return await self._blobs.adopt(part, room=room)
+            finally:
+                part.unlink(missing_ok=True)
 
     async def _uploaded(self, name: str, hash: bytes) -> tuple[bytes, int]:
         """Here, or at a peer that the catalog names; or wait until it is."""
@@ -95,6 +95,7 @@ class Stage:
             self.arrived.clear()
             size = self._blobs.size(hash)
             if size is not None:
+                self._blobs.touch(hash)
                 return hash, size
             holders = await self._transfer.find(hash)
             if holders:
@@ -136,15 +137,15 @@ class Stage:
                 aiohttp.ClientSession(timeout=limit) as session,
                 session.get(url, raise_for_status=True) as response,
             ):
-                self._blobs.make_room(response.content_length or 0)
                 size = 0
-                with part.open("wb") as file:
-                    async for chunk in response.content.iter_chunked(1 << 20):
-                        size += len(chunk)
-                        self._blobs.make_room(size)
-                        digest.update(chunk)
-                        await asyncio.to_thread(file.write, chunk)
-            return await self._blobs.adopt(part, hashed=digest.digest())
+                with self._blobs.room(response.content_length or 0) as room:
+                    with part.open("wb") as file:
+                        async for chunk in response.content.iter_chunked(1 << 20):
+                            size += len(chunk)
+                            self._blobs.widen(room, size)
+                            digest.update(chunk)
+                            await asyncio.to_thread(file.write, chunk)
+                    return await self._blobs.adopt(part, hashed=digest.digest(), room=room)
         finally:
             part.unlink(missing_ok=True)
 

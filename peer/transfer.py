@@ -115,19 +115,19 @@ class Transfer:
         raise Unavailable(f"{file.name}: no holder could give it ({why})")
 
     async def _fetch_from(self, holder: Contact, file: File) -> None:
-        self._blobs.make_room(file.size)
         part = self._blobs.new_part()
-        try:
-            with part.open("wb") as out:
-                async for data in self.stream(holder, file.hash, 0, file.size):
-                    await asyncio.to_thread(out.write, data)
-            found = await asyncio.to_thread(hash_file, part)
-            if found != file.hash:
-                raise BlobError("its content is not what its name says")
-            await self._blobs.adopt(part, copy=True, hashed=found)
-            self.counts["bytes_fetched"] += file.size
-        finally:
-            part.unlink(missing_ok=True)
+        with self._blobs.room(file.size) as room:
+            try:
+                with part.open("wb") as out:
+                    async for data in self.stream(holder, file.hash, 0, file.size):
+                        await asyncio.to_thread(out.write, data)
+                found = await asyncio.to_thread(hash_file, part)
+                if found != file.hash:
+                    raise BlobError("its content is not what its name says")
+                await self._blobs.adopt(part, copy=True, hashed=found, room=room)
+                self.counts["bytes_fetched"] += file.size
+            finally:
+                part.unlink(missing_ok=True)
 
     async def stream(
         self, holder: Contact, hash: bytes, start: int, end: int
@@ -155,8 +155,9 @@ class Transfer:
     async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
         """For a user: from this disk, or passed through from a holder, the next where one fails."""
         if file.hash in self._blobs:
-            async for data in self._blobs.chunks(file.hash, start, end):
-                yield data
+            with self._blobs.pinned([file.hash]):
+                async for data in self._blobs.chunks(file.hash, start, end):
+                    yield data
             return
         reasons = []
         async for holder in self._holders(file):

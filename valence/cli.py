@@ -167,7 +167,7 @@ def _down(options: argparse.Namespace, display: Display) -> int:
 
 def _peers(options: argparse.Namespace, display: Display) -> int:
     found = Client().peers()
-    pids = {p["id"]: p["pid"] for p in local.peers() if local.alive(int(p["pid"]))}
+    pids = {p["id"]: p["pid"] for p in local.peers() if local.alive(p)}
     for peer in found:
         peer["pid"] = pids.get(peer["id"], peer.get("pid"))
     if options.json:

@@ -103,7 +103,10 @@ class Client:
     ) -> Any:
         connection, response = self._open(method, path, body, headers)
         with contextlib.closing(connection):
-            data = response.read()
+            try:
+                data = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise Unreachable(f"the answer broke off: {error!r}") from None
             kind = response.headers.get_content_type()
             return json.loads(data) if kind.endswith("json") else data
 
@@ -292,7 +295,7 @@ def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _document(response: http.client.HTTPResponse) -> dict[str, Any]:
     try:
         found = json.loads(response.read())
-    except ValueError:
+    except (ValueError, OSError, http.client.HTTPException):
         found = None
     return found if isinstance(found, dict) else {"title": response.reason}
 

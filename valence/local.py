@@ -28,7 +28,7 @@ def peers() -> list[dict[str, Any]]:
 
 
 def urls() -> list[str]:
-    return [peer["http"] for peer in peers() if alive(int(peer["pid"]))]
+    return [peer["http"] for peer in peers() if alive(peer)]
 
 
 def token() -> str | None:
@@ -38,24 +38,27 @@ def token() -> str | None:
         return None
 
 
-def alive(pid: int) -> bool:
+def alive(peer: dict[str, Any]) -> bool:
+    """By the lock that the daemon holds: a pid alone may be somebody else's by now."""
+    return _locked(Path(peer["data"]) / "lock")
+
+
+def _locked(path: Path) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+    except OSError:
+        pass
+    return False
 
 
 def supervisor() -> int | None:
     """The pid of a running `valence up`, known by the lock that it holds."""
+    path = directory() / "up.lock"
     try:
-        with (directory() / "up.lock").open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return int(file.read().strip() or 0) or None
+        return int(path.read_text().strip() or 0) or None if _locked(path) else None
     except (OSError, ValueError):
-        pass
-    return None
+        return None

@@ -30,7 +30,7 @@ def prepare_text(text: bytes, base: Path) -> tuple[bytes, str, list[tuple[Path, 
     uploads = []
     problems = []
     for name, source in (value.get("inputs") or {}).items():
-        if "path" not in source:
+        if source.get("path") is None:
             continue
         path = base / source["path"]
         if not path.is_file():

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -56,12 +55,14 @@ def up(options: Options, display: Display) -> int:
             f"a local cluster is running (pid {local.supervisor()}); `valence down` stops it"
         )
         return 1
+    _write_pid(lock)
     if options.fresh:
+        from peer.attempt import remove_tree
+
         for path in root.glob("peer-*"):
-            shutil.rmtree(path)
+            remove_tree(path)
     if options.detach:
         return _detach(options, display, lock)
-    _write_pid(lock)
     return _Supervisor(root, options, display, lock).run()
 
 
@@ -85,6 +86,8 @@ def _detach(options: Options, display: Display, lock: Any) -> int:
             _redirect(root / "up.log")
             report = os.fdopen(write, "w")
             code = _Supervisor(root, options, Display(sys.stdout), lock, report).run()
+        except BaseException as error:
+            print(f"valence up: {error!r}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
     os.close(write)
@@ -160,12 +163,8 @@ class _Supervisor:
             path.chmod(0o600)
         directories = self._directories()
         for stale in self._root.glob("peer-*/peer.json"):
-            known = json.loads(stale.read_text())
             if stale.parent not in directories:
                 stale.unlink()  # a peer of a larger cluster of before
-            else:
-                known["pid"] = 0
-                stale.write_text(json.dumps(known))
         seeds: list[str] = []
         for index, directory in enumerate(directories):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -194,6 +193,7 @@ class _Supervisor:
         return "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows.items())
 
     def _fork(self, directory: Path, peer_main: Any) -> None:
+        parent = os.getpid()
         pid = os.fork()
         if pid:
             self._children[pid] = directory
@@ -206,9 +206,12 @@ class _Supervisor:
             self._lock.close()
             if self._report is not None:
                 self._report.close()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setsid()
             nursery.die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)  # it was gone before it could be told apart
             _redirect(directory / "peer.log")
             plain = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
             os.environ.clear()

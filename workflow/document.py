@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace as _replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -31,6 +31,11 @@ from .schema import (
 )
 
 GLOB_MATCHES_MAX = 20_000_000
+TASK_ID_MAX = 400
+#: all tasks' commands, variables and arguments, written out
+EXPANDED_BYTES_MAX = 256 * 2**20
+#: looking for the name somebody meant is dear; after so many mistakes it is not done any more
+SUGGESTIONS_MAX = 20
 _BLOB = re.compile(r"sha256:[0-9a-f]{64}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -60,6 +65,7 @@ class _Reader:
         self.parents: dict[str, tuple[str, ...]] = {}
         self.globs: dict[str, tuple[str, ...]] = {}
         self.edges = 0
+        self.expanded_bytes = 0
         self.matches = 0
 
     def read(self, value: Any) -> Workflow:
@@ -188,6 +194,9 @@ class _Reader:
             for key in ("args", "kwargs"):
                 if getattr(found, key):
                     problems.add((*path, key), "only a call has arguments of this kind")
+        for key in ("args", "kwargs"):
+            for place in _huge_integers(getattr(found, key), (*path, key)):
+                problems.add(place, "an integer has at most 64 bits")
         if found.call is not None:
             trouble = names.call_problem(found.call)
             if trouble:
@@ -228,12 +237,18 @@ class _Reader:
                 self.problems.add(
                     (*path, "outputs", index), f"{name!r} is an input of the workflow already"
                 )
+        if len(task) > TASK_ID_MAX:
+            self.problems.add(
+                (*path, "foreach"), f"a task's id has at most {TASK_ID_MAX} characters"
+            )
         needs = found.needs
         self.places[task] = path
+        command = None if found.command is None else sub.texts(found.command)
+        self._count_bytes(command, found, path)
         self.tasks[task] = Task(
             id=task,
             template=template,
-            command=None if found.command is None else sub.texts(found.command),
+            command=command,
             call=found.call,
             args=tuple(sub.value(found.args)),
             kwargs=sub.value(found.kwargs),
@@ -258,6 +273,17 @@ class _Reader:
             retries=found.retries,
         )
 
+    def _count_bytes(
+        self, command: tuple[str, ...] | None, found: TaskDocument, path: Path
+    ) -> None:
+        self.expanded_bytes += sum(map(len, command or ())) + 200
+        self.expanded_bytes += sum(len(k) + len(v) for k, v in found.env.items())
+        self.expanded_bytes += 8 * (len(found.args) + len(found.kwargs))
+        if self.expanded_bytes > EXPANDED_BYTES_MAX:
+            limit = f"{EXPANDED_BYTES_MAX:,}"
+            self.problems.add(path, f"all tasks written out have more than {limit} bytes")
+            self.problems.check()
+
     def _resolve(self, task: Task) -> None:
         """Files, results and `after` of one task → its parents."""
         path = self.places[task.id]
@@ -266,10 +292,10 @@ class _Reader:
         for index, name in enumerate(task.inputs):
             matched = self._files(name, task)
             if not matched:
+                known = self._to_suggest([*self.producers, *self.inputs])
                 self.problems.add(
                     (*path, "inputs", index),
-                    _unknown_file(name, [*self.producers, *self.inputs])
-                    + _of(task.id, task.template),
+                    _unknown_file(name, known) + _of(task.id, task.template),
                 )
             for file in matched:
                 files[file] = None
@@ -291,7 +317,7 @@ class _Reader:
             if listed is None:
                 self.problems.add(
                     (*path, "after", index),
-                    _unknown("task", name, [*self.templates, *self.tasks]),
+                    _unknown("task", name, self._to_suggest(list(self.templates))),
                 )
             else:
                 parents.update(dict.fromkeys(listed))
@@ -302,6 +328,9 @@ class _Reader:
         if found or tuple(files) != task.inputs:
             self.tasks[task.id] = _replace(task, inputs=tuple(files), references=found)
         self.parents[task.id] = tuple(parents)
+
+    def _to_suggest(self, known: list[str]) -> list[str]:
+        return known if len(self.problems) < SUGGESTIONS_MAX else []
 
     def _files(self, name: str, task: Task) -> tuple[str, ...]:
         if name in self.producers or name in self.inputs:
@@ -330,7 +359,7 @@ class _Reader:
         elif self.templates.get(ref):
             targets, many = tuple(self.templates[ref]), True
         else:
-            self.problems.add(place, _unknown("task", ref, [*self.templates, *self.tasks]))
+            self.problems.add(place, _unknown("task", ref, self._to_suggest(list(self.templates))))
             return None
         if self.tasks[targets[0]].call is None:
             self.problems.add(place, f"{ref} is a command: only calls have a value; use its files")
@@ -370,7 +399,7 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known[:2000], n=1)
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
-    if len(known) <= 20:
+    if 0 < len(known) <= 20:
         return f"unknown {what} {name!r}; there are: {', '.join(known)}"
     return f"unknown {what} {name!r}"
 
@@ -387,6 +416,15 @@ def _of(task: str, template: str) -> str:
     return "" if task == template else f" (in {task})"
 
 
+def _huge_integers(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        yield path
+    elif isinstance(value, dict | list):
+        rows = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in rows:
+            yield from _huge_integers(child, (*path, key))
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -396,7 +434,7 @@ def _is_deadline(value: str | int | float) -> bool:
         quantities.seconds(value)
     except ValueError:
         try:
-            datetime.fromisoformat(str(value))
-        except ValueError:
+            datetime.fromisoformat(str(value)).timestamp()
+        except (ValueError, OverflowError):
             return False
     return True

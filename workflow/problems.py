@@ -66,8 +66,8 @@ class Problems:
                 return line
         return None
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    def __len__(self) -> int:
+        return len(self._found)
 
     def check(self) -> None:
         if not self._found:
