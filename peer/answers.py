@@ -28,6 +28,7 @@ from .run import FINAL, STATES, AttemptState, Run, TaskState
 
 TASKS_PER_PAGE_MAX = 1000
 EVENTS_PER_PAGE_MAX = 2000
+FILES_PER_PAGE = 5000
 EVENT_WAIT_S_MAX = 15.0
 
 
@@ -260,9 +261,11 @@ class Answers:
                 for event in events.of_entry(entry, at, kind, body):
                     if entry > seq or int(event["id"].partition(".")[2]) > index:
                         found.append(event)
-                over = kind == "ended"
+                    if len(found) >= EVENTS_PER_PAGE_MAX:
+                        break
                 if len(found) >= EVENTS_PER_PAGE_MAX:
                     break
+                over = kind == "ended"
             if found or over:
                 return api.EventPage(events=found, over=over)
             try:
@@ -292,11 +295,15 @@ class Answers:
     def _files(self, run: Run, arguments: dict[str, Any]) -> api.FileList:
         final = run.final_files
         names = [*run.workflow.inputs, *run.workflow.producers]
+        start = int(arguments.get("start") or 0)
+        page = names[start : start + FILES_PER_PAGE]
+        end = start + len(page)
         return api.FileList(
             files=[
                 self._file_view(run, name).model_copy(update={"final": name in final})
-                for name in names
-            ]
+                for name in page
+            ],
+            next=end if end < len(names) else None,
         )
 
     def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
@@ -307,7 +314,8 @@ class Answers:
         name = arguments["name"]
         file = run.file(name)
         if file is not None:
-            return _Located(hash=file.hash.hex(), size=file.size, holders=_hex(file.holders))
+            holders = self._home.held_too(file).holders
+            return _Located(hash=file.hash.hex(), size=file.size, holders=_hex(holders))
         maker = run.workflow.producers.get(name)
         if maker is not None:
             state = run.tasks[maker].state

@@ -113,6 +113,7 @@ class FileView(BaseModel):
 
 class FileList(BaseModel):
     files: list[FileView]
+    next: int | None = Field(default=None, description="pass as `start` for the next page")
 
 
 class AttemptView(BaseModel):

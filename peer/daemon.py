@@ -53,6 +53,7 @@ REMEMBERED_PEERS = 50
 HELLO_TIMEOUT_S = 1.0
 QUICK_GRACE_S = 0.5
 HOUSEKEEPING_S = 600.0
+SETTLE_S, SETTLE_S_MAX = 0.5, 10.0
 
 
 class AlreadyRunning(Exception):
@@ -166,6 +167,7 @@ class Daemon:
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
         self.members.listen(self._member_changed)
+        self.home.load()
         self.link.receive = self.rpc.received
 
         await self._listen_http(http_port, url)
@@ -178,10 +180,10 @@ class Daemon:
             ("probe", probe.run()),
             ("home", self.home.watch()),
             ("join", self._join()),
+            ("settle", self._settle()),
             ("housekeeping", self._housekeep()),
         ):
             self._run(name, work)
-        await self.home.load()
         log.info("peer %s is up: %s, HTTP %s", identity.id.hex()[:8], _at(me), self.members.me.http)
 
     async def _count_boot(self) -> int:
@@ -261,6 +263,19 @@ class Daemon:
                     log.warning("no answer from %s yet", ", ".join(self._settings.join))
             await asyncio.sleep(delay_s if alone else 5.0)
             delay_s = min(5.0, delay_s * 1.5)
+
+    async def _settle(self) -> None:
+        """A home goes on when it knows who else is there, or that nobody is to be expected."""
+        expected = bool(self._settings.join or self.database.read("select 1 from peers limit 1"))
+        somebody = asyncio.Event()
+        self.members.listen(lambda old, new: somebody.set())
+        if expected and len(self.members.here()) == 1:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_S_MAX):
+                    await somebody.wait()
+        if expected and self.home.active():
+            await asyncio.sleep(SETTLE_S)  # the first answer brings the list of all others
+        self.home.settle()
 
     async def _seeds(self) -> list[tuple[str, int]]:
         loop = asyncio.get_running_loop()

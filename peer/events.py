@@ -37,7 +37,7 @@ def _events(kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 more["exit_code"] = ended.exit_code
             yield _task(ended.key.task, state, ended.key.number, **more)
     elif kind == "lost":
-        for task, number, reason, verdict in body["attempts"]:
+        for task, number, reason, verdict, _ in body["attempts"]:
             yield _task(task, verdict, number, reason=reason)
     elif kind == "skipped":
         for task, state, reason in body["tasks"]:

@@ -151,7 +151,7 @@ class Executor:
             self._held[key] = _Held(work, sender.id, self._clock(), "queued")
             if verdict == "run":
                 self._start(key)
-        self._set_timer()
+        self._advance()  # room may have come free between the lease and this
         return Committed(refused=tuple(refused))
 
     def _advance(self) -> None:
@@ -223,6 +223,14 @@ class Executor:
         held.task = asyncio.ensure_future(self._finish(held, found, started_at))
 
     async def _finish(self, held: _Held, found: dict[str, object], started_at: float) -> None:
+        try:
+            await self._keep(held, found, started_at)
+        except Exception:  # without an outcome `Inquire` says unknown, and it is placed again
+            log.exception("the outcome of %s", held.work.key)
+        finally:
+            self._held.pop(held.work.key, None)
+
+    async def _keep(self, held: _Held, found: dict[str, object], started_at: float) -> None:
         """To disk, then to the outbox. Only what is on disk is reported."""
         key = held.work.key
         ended = outcome(held.work, found, (held.queued_at, started_at, self._clock()))
@@ -240,7 +248,6 @@ class Executor:
                 log.error("an outcome can't be written, trying again: %s", error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(10.0, delay_s * 2)
-        self._held.pop(key, None)
         self._outbox.setdefault(held.home, {})[key] = body
         self._wake_reporter(held.home)
 
@@ -252,7 +259,12 @@ class Executor:
         left = ENCLOSED_TOTAL_BYTES_MAX
         for file in ended.outputs[:256]:
             if file.size <= min(ENCLOSED_BYTES_MAX, left) and file.hash in self._blobs:
-                enclosed.append((file.hash, await self._blobs.read(file.hash, 0, file.size or 1)))
+                try:
+                    data = await self._blobs.read(file.hash, 0, file.size or 1)
+                except (OSError, KeyError) as error:
+                    log.warning("%s does not travel along: %r", file.name, error)
+                    continue
+                enclosed.append((file.hash, data))
                 left -= file.size
         return ended.model_copy(update={"enclosed": tuple(enclosed)}) if enclosed else ended
 

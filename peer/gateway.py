@@ -11,6 +11,7 @@ from collections import OrderedDict
 from typing import Any
 
 import msgpack
+from pydantic import ValidationError
 
 from protocols.members import Members, State
 from protocols.messages import (
@@ -153,6 +154,10 @@ class Gateway:
             run = await self._home.submit(text, workflow, id, options, owner)
         except Refused as error:
             raise Problem(503, error.text) from None
+        except ValidationError as error:
+            raise Problem(
+                422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
+            ) from None
         except sqlite3.IntegrityError:  # the same key, a moment ago
             return await self._same(id, options), False
         except DatabaseError as error:

@@ -19,7 +19,7 @@ import logging
 import random
 import secrets
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import datetime
 from typing import Any
 
@@ -100,7 +100,10 @@ class Home:
         self._ended: OrderedDict[str, Run] = OrderedDict()
         self._at: dict[bytes, dict[AttemptKey, None]] = defaultdict(dict)  # peer → given to it
         self._check_at: dict[bytes, float] = {}
-        self._stages: dict[str, Stage] = {}
+        self._stages: dict[str, tuple[Stage, asyncio.Task[None]]] = {}
+        self._committing: set[AttemptKey] = set()  # given away, and the peer has not answered yet
+        # After a start nobody else is known yet: until they are, an unknown peer is not a lost one
+        self._settled = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._submitting = 0
         rpc.on(Report, self._report)
@@ -120,6 +123,8 @@ class Home:
         self, text: bytes, workflow: Workflow, id: str, options: dict[str, object], owner: str
     ) -> Run:
         """On disk when this returns."""
+        for needs in {task.needs for task in workflow.tasks.values()}:
+            wire_needs(needs)  # what can't be asked for is refused before it is on disk
         if self.closed:
             raise Refused("leaving", "this peer is leaving; submit to another one")
         if len(self._active) + self._submitting >= ACTIVE_MAX:
@@ -151,18 +156,27 @@ class Home:
         self._begin(run)
         return run
 
-    async def load(self) -> None:
-        """After a restart: every workflow that had not ended goes on."""
+    def load(self) -> None:
+        """After a restart, before anybody is heard: what had not ended, as its journal says."""
         for row in self.journal.rows("where ended_at is null", ()):
             run = self._replay(row["id"])
             if run is None:
                 continue
             try:
-                self._resume(run)
+                self._take_up(run)
             except Exception:  # one workflow must not keep the peer from starting
                 log.exception("workflow %s can't be taken up again", run.id)
 
-    def _resume(self, run: Run) -> None:
+    def settle(self) -> None:
+        """The others are known, or nobody answered for a while: go on with what was loaded."""
+        self._settled = True
+        for run in self.active():
+            try:
+                self._begin(run)
+            except Exception:
+                log.exception("workflow %s can't go on", run.id)
+
+    def _take_up(self, run: Run) -> None:
         self._active[run.id] = run
         for task in run.tasks.values():
             if task.state == "retrying":
@@ -171,14 +185,12 @@ class Home:
                 if attempt.state == "running" and task.state == "running":
                     self._gave(run, task.id, attempt.number, attempt.peer)
                     self._check_at[attempt.peer] = 0.0
-        self._begin(run)
 
     def _begin(self, run: Run) -> None:
         self._spawn(self._publish(run.id))
-        if run.unstaged:
+        if run.unstaged and run.id not in self._stages:
             stage = Stage(run, self._blobs, self._transfer)
-            self._stages[run.id] = stage
-            self._spawn(self._stage(run, stage))
+            self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
         self._place_ready(run)
         self._conclude(run)
 
@@ -233,16 +245,15 @@ class Home:
                     self._fail(run, task.id, f"input {name}: {reason}")
             self._place_ready(run)
             self._conclude(run)
-        self._stages.pop(run.id, None)
 
     def blob_arrived(self, hash: bytes) -> None:
-        for stage in self._stages.values():
+        for stage, _ in self._stages.values():
             stage.arrived.set()
 
     # ----------------------------------------------------------------- placing
 
     def _place_ready(self, run: Run, among: Iterable[TaskState] | None = None) -> None:
-        if run.over or run.cancelling:
+        if run.over or run.cancelling or not self._settled:
             return
         units = []
         for task in run.ready() if among is None else among:
@@ -261,7 +272,7 @@ class Home:
             key,
             wire_needs(spec.needs),
             run.ranks[task.id],
-            run.runtime_s(task.id),
+            None if run.runtime_s(task.id) is None else min(1e8, run.runtime_s(task.id) or 0.0),
             self._deadline(run),
             failed_at,
         )
@@ -323,47 +334,78 @@ class Home:
                 self._write(run, "started", body)
             for one in rows:
                 self._gave(run, one.unit.key.task, one.unit.key.number, one.peer.id)
+                self._committing.add(one.unit.key)
             self._spawn(self._dispatch(run, rows))
 
     def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
-        key = AttemptKey(workflow=run.id, task=task, number=number)
+        key = _key(run, task, number)
         self._at[peer][key] = None
         now = asyncio.get_running_loop().time()
         self._check_at.setdefault(peer, now + CHECK_S)
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
-        works: dict[bytes, tuple[Contact, list[Work]]] = {}
-        lost = []
-        for one in rows:
-            try:
-                work = self._work(run, one)
-            except LookupError as error:  # a file it needs was lost this very moment
-                lost.append((one.unit.key, str(error)))
-                continue
-            works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
-        if lost:
-            self._lost(lost)
-        await self.journal.synced()
-        await asyncio.gather(*(self._commit(peer, found) for peer, found in works.values()))
+        try:
+            await self.journal.synced()
+            works: dict[bytes, tuple[Contact, list[Work]]] = {}
+            for one in rows:
+                work = self._make_work(run, one)
+                if work is None:
+                    self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+                else:
+                    works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
+        finally:
+            self._committing.difference_update(one.unit.key for one in rows)
 
-    async def _commit(self, peer: Contact, works: list[Work]) -> None:
+    def _make_work(self, run: Run, one: Placed) -> Work | None:
+        """None if it is not wanted any more, or can't be put into a message."""
+        key = one.unit.key
+        if not self._wanted(run, key):
+            return None
+        try:
+            return self._work(run, one)
+        except LookupError as error:  # a file it needs was lost this very moment
+            self._lost([(key, str(error))], begun=False)
+        except Exception as error:
+            log.exception("%s can't be sent", key)
+            self._fail(run, key.task, f"it can't be sent to a peer: {error}"[:1000])
+            self._conclude(run)
+        return None
+
+    def _wanted(self, run: Run, key: AttemptKey) -> bool:
+        task = run.tasks[key.task]
+        attempt = task.attempt(key.number)
+        alive = attempt is not None and attempt.state == "running"
+        return alive and task.state not in FINAL and not run.over
+
+    async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
         while works:
             batch: list[Work] = []
             size = 0
-            while works and len(batch) < COMMIT_WORKS_MAX and size < COMMIT_BYTES_MAX:
-                work = works.pop(0)
-                batch.append(work)
-                size += 200 + len(work.arguments) + sum(map(len, work.command or ()))
-                size += 150 * (len(work.inputs) + len(work.outputs))
+            while works and len(batch) < COMMIT_WORKS_MAX:
+                size += _size(works[0])
+                if batch and size > COMMIT_BYTES_MAX:
+                    break
+                batch.append(works.pop(0))
             try:
                 answer = await self._rpc.call(peer, Commit(works=tuple(batch)), Committed)
             except Refused as error:
-                self._lost([(work.key, f"the peer refused it: {error}") for work in batch])
+                if error.code == "size":
+                    for work in batch:
+                        self._fail(run, work.key.task, f"it is too large to be sent: {error.text}")
+                    self._conclude(run)
+                else:
+                    why = f"the peer refused it: {error}"
+                    self._lost([(work.key, why) for work in batch], begun=False)
             except CallFailed:
                 self._check_at[peer.id] = 0.0  # it may have got it or not: ask
             else:
-                if answer.refused:
-                    self._lost([(k, f"the peer refused it: {why}") for k, why in answer.refused])
+                refused = [(k, f"the peer refused it: {why}") for k, why in answer.refused]
+                if refused:
+                    self._lost(refused, begun=False)
+                late = [w.key for w in batch if not self._wanted(run, w.key)]
+                if late:  # cancelled, or done elsewhere, while this was on its way
+                    self._abort_at(peer.id, late)
 
     def _work(self, run: Run, one: Placed) -> Work:
         spec = run.workflow.tasks[one.unit.key.task]
@@ -378,16 +420,28 @@ class Home:
                 Argument(
                     name=name,
                     many=ref.many,
-                    values=tuple(_value(run, task) for task in ref.tasks),
+                    values=tuple(self._held_value(_value(run, task)) for task in ref.tasks),
                 )
                 for name, ref in spec.references.items()
             ),
             env=tuple(spec.env.items()),
-            inputs=tuple(_file(run, name) for name in spec.inputs),
+            inputs=tuple(self.held_too(_file(run, name)) for name in spec.inputs),
             outputs=spec.outputs,
             timeout_s=spec.timeout_s,
             runtime_s=one.unit.runtime_s,
         )
+
+    def held_too(self, file: File) -> File:
+        """With this peer among the holders, if it is one."""
+        me = self._rpc.me.id
+        if file.hash in self._blobs and me not in file.holders:
+            return file.model_copy(update={"holders": (*file.holders, me)})
+        return file
+
+    def _held_value(self, value: Value) -> Value:
+        if value.file is None:
+            return value
+        return value.model_copy(update={"file": self.held_too(value.file)})
 
     # ----------------------------------------------------------------- outcomes
 
@@ -399,8 +453,11 @@ class Home:
             self._at[sender.id].pop(ended.key, None)
             run = self._active.get(ended.key.workflow)
             if run is None:
-                known = self.journal.rows("where id = ?", (ended.key.workflow,))
-                (kept if known else unknown).append(ended.key)
+                rows = self.journal.rows("where id = ?", (ended.key.workflow,))
+                if not rows:
+                    unknown.append(ended.key)
+                elif rows[0]["ended_at"] is not None:
+                    kept.append(ended.key)  # it is over: nobody needs this any more
             elif ended.key.task not in run.tasks:
                 unknown.append(ended.key)
             else:
@@ -445,7 +502,7 @@ class Home:
             seen.add(task.id)
             held = tuple((h, b"") for h, _ in ended.enclosed if h in self._blobs)
             verdict = run.verdict(ended)
-            if verdict == "returned" and task.losses >= LOSSES_MAX:
+            if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
             rows.append((ended.model_copy(update={"enclosed": held}), peer, verdict))
             changed.append(task)
@@ -506,15 +563,15 @@ class Home:
             log.info("%d attempts could not be ended: %s", len(keys), error)
 
     def _place_later(self, run: Run, task: TaskState) -> None:
-        tries = task.failures + task.losses
-        wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2 ** max(0, tries - 1))
-        if task.losses and not task.failures and task.losses <= 2:
+        tries = task.failures + task.losses + task.returns
+        wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2 ** min(10, max(0, tries - 1)))
+        if not task.failures and tries <= 2:
             wait_s = 0.0  # it was nobody's fault
         loop = asyncio.get_running_loop()
         loop.call_later(wait_s * (0.75 + self._rng.random() / 2), self._place_again, run, task)
 
     def _place_again(self, run: Run, task: TaskState) -> None:
-        if run.id in self._active and task.state == "retrying" and not task.missing:
+        if run.id in self._active and task.state == "retrying":
             run._set(task, "waiting")
             self._place_ready(run, [task])
 
@@ -539,6 +596,9 @@ class Home:
         self.journal.update_state(run.id, state, run.ended_at)
         self._active.pop(run.id, None)
         self._remember(run)
+        _, staging = self._stages.pop(run.id, (None, None))
+        if staging is not None and staging is not asyncio.current_task():
+            staging.cancel()
         self.counts[f"workflows_{state}"] += 1
 
     def _write(self, run: Run, kind: str, body: dict[str, Any]) -> None:
@@ -588,8 +648,9 @@ class Home:
             for run in self.active():  # what waited for its files, or for its kind of peer
                 self._place_ready(run)
 
-    def _lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
-        by_run: dict[str, list[tuple[str, int, str, str]]] = defaultdict(list)
+    def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
+        """Attempts that will not report. Those that never began don't count against the task."""
+        by_run: dict[str, list[tuple[str, int, str, str, bool]]] = defaultdict(list)
         for key, reason in list(rows):
             run = self._active.get(key.workflow)
             task = run.tasks.get(key.task) if run else None
@@ -598,8 +659,8 @@ class Home:
                 continue
             if task.state in FINAL or task.number != key.number:
                 continue
-            verdict = "failed" if task.losses >= LOSSES_MAX else "retrying"
-            by_run[key.workflow].append((key.task, key.number, reason, verdict))
+            verdict = "failed" if begun and task.losses >= LOSSES_MAX else "retrying"
+            by_run[key.workflow].append((key.task, key.number, reason, verdict, begun))
         for key, _ in rows:
             for given in self._at.values():
                 given.pop(key, None)
@@ -607,7 +668,7 @@ class Home:
             run = self._active[id]
             self._write(run, "lost", {"attempts": lost})
             self.counts["attempts_lost"] += len(lost)
-            for name, _, _, verdict in lost:
+            for name, _, _, verdict, _ in lost:
                 if verdict == "failed":
                     self._skip_behind(run, name)
                 else:
@@ -619,6 +680,8 @@ class Home:
         interval: dict[bytes, float] = {}
         while True:
             await asyncio.sleep(CHECK_TICK_S)
+            if not self._settled:
+                continue
             now = asyncio.get_running_loop().time()
             for peer in [p for p, keys in self._at.items() if not keys]:
                 self._at.pop(peer)
@@ -631,7 +694,9 @@ class Home:
             await asyncio.gather(*(self._check(peer) for peer in due))
 
     async def _check(self, peer: bytes) -> None:
-        keys = list(self._at.get(peer, ()))[:2000]
+        keys = [k for k in self._at.get(peer, ()) if k not in self._committing][:2000]
+        if not keys:
+            return
         contact = self._members.contact(peer)
         if not self._members.is_here(peer) or contact is None:
             self._lost([(key, f"its peer {peer.hex()[:8]} is gone") for key in keys])
@@ -642,7 +707,8 @@ class Home:
             self._check_at[peer] = 0.0
             return
         states = zip(keys, answer.states, strict=False)
-        gone = [key for key, state in states if state == "unknown" and key in self._at[peer]]
+        mine = self._at.get(peer, {})
+        gone = [key for key, state in states if state == "unknown" and key in mine]
         if gone:
             self._lost([(key, f"its peer {peer.hex()[:8]} knows nothing of it") for key in gone])
 
@@ -672,10 +738,11 @@ class Home:
 
     # ----------------------------------------------------------------- small things
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -710,6 +777,20 @@ def _value(run: Run, task: str) -> Value:
     if value is None:
         raise LookupError(f"the value of {task} is gone")
     return value
+
+
+def _size(work: Work) -> int:
+    """About how many bytes it takes in a message."""
+    values = [value for ref in work.references for value in ref.values]
+    return (
+        300
+        + len(work.arguments)
+        + sum(len(word) + 5 for word in work.command or ())
+        + sum(len(k) + len(v) + 10 for k, v in work.env)
+        + sum(len(value.data) + 150 for value in values)
+        + sum(len(file.name) + 120 for file in work.inputs)
+        + sum(len(name) + 5 for name in work.outputs)
+    )
 
 
 def pack_arguments(spec: Task) -> bytes:

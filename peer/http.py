@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import aiohttp
 from aiohttp import http_exceptions, web
 from pydantic import BaseModel
 
@@ -137,7 +136,7 @@ class Http:
                 response.headers["Allow"] = error.headers["Allow"]
         except (ConnectionResetError, asyncio.CancelledError):
             raise
-        except (aiohttp.ClientPayloadError, http_exceptions.HttpProcessingError) as error:
+        except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
             response = _problem(Problem(400, f"the body can't be read: {error}"))
         except Exception:
             log.exception("%s %s", request.method, request.path)
@@ -246,7 +245,8 @@ class Http:
         return _json(await self._gateway.ask(_id(request), "cancel"))
 
     async def _files(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.ask(_id(request), "files"))
+        start = _integer(request, "start", 0, 0, 10**9)
+        return _json(await self._gateway.ask(_id(request), "files", start=start))
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

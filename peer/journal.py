@@ -32,6 +32,7 @@ class Journal:
         self._clock = clock
         self._waiting: list[Statement] = []
         self._next: asyncio.Future[None] | None = None
+        self._current: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._changed: dict[str, asyncio.Event] = {}
         self._touched: set[str] = set()
@@ -61,15 +62,15 @@ class Journal:
 
     async def synced(self) -> None:
         """All that was appended so far is on disk."""
-        if self._next is not None:
-            await asyncio.shield(self._next)
-        elif self._writer is not None and not self._writer.done():
-            await asyncio.shield(self._writer)
+        waiting = self._next or self._current
+        if waiting is not None:
+            await asyncio.shield(waiting)
 
     async def _write(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            done, self._next = self._next, None
+            self._current = done = self._next
+            self._next = None
             touched, self._touched = self._touched, set()
             assert done is not None
             delay_s = 0.05
@@ -84,6 +85,7 @@ class Journal:
                     await asyncio.sleep(delay_s)
                     delay_s = min(RETRY_S_MAX, delay_s * 2)
             done.set_result(None)
+            self._current = None
             for workflow in touched:
                 event = self._changed.pop(workflow, None)
                 if event is not None:

@@ -125,7 +125,15 @@ ROUTES = (
         api.WorkflowView,
         errors=(404, 409),
     ),
-    Route("GET", "/v1/workflows/{id}/files", "files", "Its files.", api.FileList, errors=(404,)),
+    Route(
+        "GET",
+        "/v1/workflows/{id}/files",
+        "files",
+        "Its files.",
+        api.FileList,
+        parameters=(Parameter("start", "`next` of the page before", type="integer"),),
+        errors=(400, 404),
+    ),
     Route(
         "GET",
         "/v1/workflows/{id}/files/{name}",

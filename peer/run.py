@@ -53,7 +53,8 @@ class TaskState:
     missing: int = 0  # parents that have not succeeded
     number: int = 0  # of the latest attempt
     failures: int = 0
-    losses: int = 0
+    losses: int = 0  # attempts that vanished with their peer, or were given up by it
+    returns: int = 0  # attempts that never began
     reason: str = ""
     attempts: list[AttemptState] = field(default_factory=list)
     won: Outcome | None = None
@@ -129,19 +130,25 @@ class Run:
                 for child in self.children[task.id]:
                     self.tasks[child].missing -= 1
             elif verdict == "returned":
-                task.losses += 1
+                if ended.started_at:
+                    task.losses += 1
+                else:
+                    task.returns += 1  # it never began: nobody's fault, however often
                 self._set(task, "retrying")
             else:
                 task.failures += 1
                 self._set(task, verdict)
 
     def _on_lost(self, body: dict[str, Any], at: float) -> None:
-        for name, number, reason, verdict in body["attempts"]:
+        for name, number, reason, verdict, begun in body["attempts"]:
             task = self.tasks[name]
             attempt = task.attempt(number)
             if attempt is not None:
                 attempt.state, attempt.reason = "lost", reason
-            task.losses += 1
+            if begun:
+                task.losses += 1
+            else:
+                task.returns += 1
             task.reason = reason
             self._set(task, verdict)
 

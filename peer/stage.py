@@ -17,7 +17,7 @@ from workflow.replay import made_up
 
 from .blobs import BlobError, Blobs
 from .run import Run
-from .transfer import Transfer
+from .transfer import Transfer, Unavailable
 
 AT_ONCE = 16
 BATCH = 500
@@ -102,9 +102,12 @@ class Stage:
                 size = await self._transfer.size(hash, holders)
             if size is not None:
                 file = File(name=name, hash=hash, size=size, holders=tuple(holders[:16]))
-                async with self._slots:
-                    await self._transfer.fetch(file)
-                return hash, size
+                try:
+                    async with self._slots:
+                        await self._transfer.fetch(file)
+                    return hash, size
+                except Unavailable:
+                    pass  # its holder went away: wait for another one
             text = hash.hex()
             self._run.unstaged[name] = f"blob sha256:{text[:12]}… has not been uploaded yet"
             try:

@@ -15,6 +15,7 @@ Rules, and why nothing is ever over-booked:
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -24,8 +25,15 @@ from .messages import Capacity, Grant, Room, Traits
 
 #: units without a deadline are due this long after they came: first come, first served
 NO_DEADLINE_S = 7 * 86400.0
+#: what a unit of unknown length counts for: nobody should queue behind it
+RUNTIME_S_UNKNOWN = 60.0
 #: how far down the queue a unit is looked for that fits beside one that does not
 BACKFILL_DEPTH = 32
+
+
+def _work(needs: Capacity, runtime_s: float | None) -> float:
+    """Core-seconds times a thousand."""
+    return needs.millicores * (RUNTIME_S_UNKNOWN if runtime_s is None else runtime_s)
 
 
 @dataclass(slots=True)
@@ -34,9 +42,13 @@ class _Lease:
     needs: Capacity
     expires_at: float
     queued: bool
-    runtime_s: float
+    runtime_s: float | None
     due_at: float
     hold: bool
+
+    @property
+    def work(self) -> float:
+        return _work(self.needs, self.runtime_s)
 
 
 @dataclass(order=True, slots=True)
@@ -45,7 +57,7 @@ class _Queued:
     order: int
     unit: Hashable = field(compare=False)
     needs: Capacity = field(compare=False)
-    runtime_s: float = field(compare=False)
+    runtime_s: float | None = field(compare=False)
     since: float = field(compare=False)
     hand_back_at: float = field(compare=False)
 
@@ -58,7 +70,9 @@ class Admission:
         self._config = config
         self._free = capacity
         self._leases: dict[int, _Lease] = {}
-        self._running: dict[Hashable, Capacity] = {}
+        self._running: dict[Hashable, tuple[Capacity, float]] = {}
+        self._running_work = 0.0
+        self._hand_back_at = math.inf  # no queued unit is to be handed back before
         self._queue: list[_Queued] = []
         self._queued: dict[Hashable, _Queued] = {}
         # work that waits, in core-seconds times a thousand: kept as it changes, asked for often
@@ -115,7 +129,10 @@ class Admission:
     def _backlog_s(self) -> float:
         if not self._queue and not self._queued_leases:
             self._queued_work = self._leased_work = 0.0  # sheds what rounding has left
-        return (self._queued_work + self._leased_work) / max(1, self.capacity.millicores)
+        if not self._running:
+            self._running_work = 0.0
+        work = self._queued_work + self._leased_work + self._running_work
+        return work / max(1, self.capacity.millicores)
 
     def _lease(self, home: bytes, room: Room, queued: bool, now: float) -> int:
         lease = self._next_lease
@@ -126,7 +143,7 @@ class Admission:
             room.needs.capacity,
             now + self._config.lease_ttl_s,
             queued,
-            room.runtime_s or 0.0,
+            room.runtime_s,
             now + due_in,
             room.hold and queued,
         )
@@ -139,7 +156,7 @@ class Admission:
     def _count_lease(self, lease: _Lease, sign: int) -> None:
         self._queued_leases += sign
         self._hold_leases += sign * lease.hold
-        self._leased_work += sign * lease.runtime_s * lease.needs.millicores
+        self._leased_work += sign * lease.work
 
     # ----------------------------------------------------------------- deciding
 
@@ -155,7 +172,7 @@ class Admission:
         if lease.queued:
             self._count_lease(lease, -1)
         if not lease.queued:
-            self._running[unit] = lease.needs
+            self._run(unit, lease.needs, lease.runtime_s)
             return "run"
         self._order += 1
         ahead_s = self._backlog_s()
@@ -171,13 +188,19 @@ class Admission:
         )
         bisect.insort(self._queue, entry)
         self._queued[unit] = entry
-        self._queued_work += entry.runtime_s * entry.needs.millicores
+        self._queued_work += _work(entry.needs, entry.runtime_s)
+        self._hand_back_at = min(self._hand_back_at, entry.hand_back_at)
         return "wait"
+
+    def _run(self, unit: Hashable, needs: Capacity, runtime_s: float | None) -> None:
+        work = _work(needs, runtime_s)
+        self._running[unit] = (needs, work)
+        self._running_work += work
 
     def _unqueue(self, entry: _Queued) -> None:
         del self._queue[bisect.bisect_left(self._queue, entry)]
         del self._queued[entry.unit]
-        self._queued_work -= entry.runtime_s * entry.needs.millicores
+        self._queued_work -= _work(entry.needs, entry.runtime_s)
 
     def starts(self, now: float) -> list[Hashable]:
         """Queued units that may begin now; they count as running from here on."""
@@ -189,7 +212,7 @@ class Admission:
             if slots(self._free, entry.needs) > 0:
                 self._unqueue(entry)
                 self._free = plus(self._free, entry.needs, -1)
-                self._running[entry.unit] = entry.needs
+                self._run(entry.unit, entry.needs, entry.runtime_s)
                 found.append(entry.unit)
                 continue
             if index == 0 and now - entry.since > self._config.backfill_s_max:
@@ -201,8 +224,9 @@ class Admission:
 
     def release(self, unit: Hashable) -> bool:
         """It ended, was cancelled, or is handed back; True if it was here."""
-        needs = self._running.pop(unit, None)
-        if needs is not None:
+        if unit in self._running:
+            needs, work = self._running.pop(unit)
+            self._running_work -= work
             self._free = plus(self._free, needs)
             return True
         entry = self._queued.get(unit)
@@ -233,6 +257,10 @@ class Admission:
 
     def overdue(self, now: float) -> list[Hashable]:
         """Queued units to hand back: what was promised to be soon was not."""
+        if now < self._hand_back_at:
+            return []
+        left = (q.hand_back_at for q in self._queue if q.hand_back_at > now)
+        self._hand_back_at = min(left, default=math.inf)
         return [q.unit for q in self._queue if q.hand_back_at <= now]
 
     def queued_units(self) -> list[Hashable]:
@@ -270,14 +298,14 @@ class Admission:
     def next_event_at(self) -> float | None:
         """When something changes by itself: a lease expires, or a unit is to be handed back."""
         times = [next(iter(self._leases.values())).expires_at] if self._leases else []
-        if self._queue:  # the head waits longest: looking at it often enough is near enough
-            times.append(self._queue[0].hand_back_at)
+        if self._queue and self._hand_back_at < math.inf:
+            times.append(self._hand_back_at)
         return min(times, default=None)
 
     def sanity_check(self) -> None:
         """What must hold after every step."""
         used = self._free
-        for needs in self._running.values():
+        for needs, _ in self._running.values():
             used = plus(used, needs)
         for lease in self._leases.values():
             if not lease.queued:

@@ -48,6 +48,8 @@ class Message(Struct):
     number: ClassVar[int] = -1
     #: may simply run again when it is repeated, so its answer is not kept
     repeatable: ClassVar[bool] = False
+    #: an answer that may be large and that a late repeat may ask for once more: not remembered
+    forgettable: ClassVar[bool] = False
 
 
 M = TypeVar("M", bound=type[Message])
@@ -429,6 +431,8 @@ class Ask(Message):
 
 @numbered(34)
 class Answer(Message):
+    forgettable: ClassVar[bool] = True
+
     status: Annotated[int, Field(ge=100, le=599)]
     body: bytes
 

@@ -286,8 +286,9 @@ class Rpc:
         if full or self._served_bytes >= self._config.answers_bytes_max:
             self._overloaded(sender, id)
             return
-        if self._start(sender, id, message, remember=key):
-            self._served.setdefault(key, _Served(now))
+        self._served[key] = _Served(now)
+        if not self._start(sender, id, message, remember=key):
+            self._served.pop(key, None)
 
     def _overloaded(self, sender: Contact, id: int) -> None:
         self.counts.overload += 1
@@ -377,7 +378,12 @@ class Rpc:
         if id is None:
             return
         payload = encode(Kind.REPLY, id, answer or Refusal(code="nothing"))
-        if remember is not None:
+        if len(payload) > self._config.message_bytes_max:
+            text = f"the answer has {len(payload):,} bytes"
+            payload = encode(Kind.REPLY, id, Refusal(code="size", text=text))
+        if remember is not None and isinstance(answer, Message) and answer.forgettable:
+            self._served.pop(remember, None)
+        elif remember is not None:
             now = asyncio.get_running_loop().time()
             self._served[remember] = _Served(now, payload)
             self._served.move_to_end(remember)

@@ -548,6 +548,8 @@ def test_ctrl_c_while_watching_is_clean(cluster, tmp_path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a runner in the background may have SIGINT ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     line = process.stdout.readline()
     time.sleep(0.5)
@@ -587,3 +589,57 @@ def test_a_progress_bar_on_a_terminal(cluster, tmp_path) -> None:
     assert "█" in text.decode()
     assert b"4/4" in text
     assert b"\033[32m" not in text, "NO_COLOR is honoured"
+
+
+def test_documents_that_could_poison_a_home_are_refused(cluster) -> None:
+    long = {f"v{n}": ["x" * 80] for n in range(8)}
+    for change in (
+        {"deadline": "0001-01-01"},
+        {"tasks": {"a": {"call": "operator:neg", "args": [10**30]}}},
+        {"tasks": {"a": {"command": ["true"], "foreach": long}}},
+    ):
+        document = {"name": "x", "tasks": {"a": {"command": ["true"]}}, **change}
+        text = json.dumps(document)
+        headers = {"Content-Type": "application/json"}
+        status, _, body = raw(cluster, "POST", "/v1/workflows", text, 0, cluster.token, headers)
+        assert status == 422, body
+
+
+def test_requests_that_are_no_http_people_write(cluster) -> None:
+    document = json.dumps({"name": "x", "tasks": {"a": {"command": ["true"]}}})
+    json_ = {"Content-Type": "application/json"}
+    for headers, expected in (
+        ({**json_, "Content-Encoding": "gzip"}, 400),
+        ({**json_, "Idempotency-Key": "x" * 300}, 400),
+        ({**json_, "Idempotency-Key": b"\xff"}, 400),
+        ({"Content-Type": "image/png"}, 415),
+    ):
+        status, _, body = raw(cluster, "POST", "/v1/workflows", document, 0, cluster.token, headers)
+        assert status == expected, (headers, body)
+
+
+def test_an_output_left_open_by_a_worker_can_not_change_its_blob(cluster) -> None:
+    workflow = submit(
+        cluster,
+        {
+            "a": {
+                "call": "builtins:exec",
+                "args": [
+                    "import sys; sys.kept = open('f', 'w'); sys.kept.write('a'); sys.kept.flush()",
+                    {},
+                ],
+                "outputs": ["f"],
+            },
+            "b": {
+                "call": "builtins:exec",
+                "args": [
+                    "import sys; k = getattr(sys, 'kept', None); k and (k.write('LATER'), k.flush())",
+                    {},
+                ],
+                "after": ["a"],
+                "foreach": 20,
+            },
+        },
+    )
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("f") == b"a"

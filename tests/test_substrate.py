@@ -240,7 +240,7 @@ def test_a_lease_expires_and_can_not_be_committed_after() -> None:
 
 def test_the_queue_is_earliest_deadline_first() -> None:
     peer = admission(1000)
-    (first,) = peer.reserve(HOME, room(), 0.0).leases
+    (first,) = peer.reserve(HOME, room(runtime_s=0.1), 0.0).leases
     assert peer.commit(HOME, first, "first", 0.0) == "run"
     late = peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0)
     soon = peer.reserve(HOME, room(runtime_s=0.1, queue=True, deadline_in_s=5.0), 0.0)
@@ -261,6 +261,14 @@ def test_the_queue_is_short_in_time() -> None:
     assert not peer.reserve(HOME, room(queue=True), 0.0).leases, "unknown run times do not queue"
 
 
+def test_nobody_queues_behind_work_of_unknown_or_great_length() -> None:
+    for runtime_s in (None, 3600.0):
+        peer = admission(1000)
+        (first,) = peer.reserve(HOME, room(runtime_s=runtime_s), 0.0).leases
+        peer.commit(HOME, first, "long", 0.0)
+        assert not peer.reserve(HOME, room(runtime_s=0.01, queue=True), 0.0).leases
+
+
 def test_a_large_unit_is_not_kept_waiting_by_small_ones() -> None:
     peer = admission(4000)
     small = peer.reserve(HOME, room(1000, 4), 0.0).leases
@@ -279,7 +287,7 @@ def test_a_large_unit_is_not_kept_waiting_by_small_ones() -> None:
 
 def test_a_queued_unit_that_waits_too_long_is_handed_back() -> None:
     peer = admission(1000)
-    (first,) = peer.reserve(HOME, room(), 0.0).leases
+    (first,) = peer.reserve(HOME, room(runtime_s=0.1), 0.0).leases
     peer.commit(HOME, first, "endless", 0.0)
     (lease,) = peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0).leases
     peer.commit(HOME, lease, "waiting", 0.0)
@@ -512,6 +520,54 @@ def test_withdrawn_units_are_forgotten() -> None:
         await found.until_placed(1, 2)
         await asyncio.sleep(2)
         assert [p.unit.key.task for p in found.placed] == ["t2"]
+        await found.close()
+
+    run(scenario())
+
+
+def test_busy_peers_are_not_asked_in_circles_and_their_queues_are_used() -> None:
+    async def scenario() -> None:
+        found = await bench(6)
+        loop = asyncio.get_running_loop()
+        found.probe.add(unit(n, runtime_s=0.2) for n in range(12))
+        await found.until_placed(12, 5)
+        for one in found.placed:
+            found.begin(one)
+        before = sum(door.asked for door in found.doors.values())
+        found.probe.add(unit(n, runtime_s=0.2) for n in range(100, 103))
+        start = loop.time()
+        await found.until_placed(15, 5)
+        assert sum(door.asked for door in found.doors.values()) - before < 40
+        assert loop.time() - start < 2
+        assert "queue" in found.placed[-1].placement.why
+        await found.close()
+
+    run(scenario())
+
+
+def test_a_unit_added_while_its_group_empties_is_not_forgotten() -> None:
+    async def scenario() -> None:
+        found = await bench(3, faults=Faults(latency_s=0.05))
+        found.probe.add([unit(1)])
+        await asyncio.sleep(0.02)  # the question is on its way
+        found.probe.withdraw([unit(1).key])
+        found.probe.add([unit(2)])
+        await found.until_placed(1, 5)
+        assert found.placed[0].unit.key.task == "t2"
+        await found.close()
+
+    run(scenario())
+
+
+def test_hopeless_groups_do_not_stand_in_the_way() -> None:
+    async def scenario() -> None:
+        found = await bench(2)
+        for n in range(40):
+            needs = Needs(capacity=Capacity(millicores=1, memory_bytes=2**40 + n))
+            found.probe.add([unit(n, needs=needs)])
+        await asyncio.sleep(1)
+        found.probe.add([unit(99)])
+        await found.until_placed(1, 5)
         await found.close()
 
     run(scenario())

@@ -216,7 +216,12 @@ class Workflow:
         return found
 
     def files(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._client.request("GET", self._path + "/files")["files"]
+        found: list[dict[str, Any]] = []
+        start: int | None = 0
+        while start is not None:
+            page = self._client.request("GET", f"{self._path}/files?start={start}")
+            found += page["files"]
+            start = page["next"]
         return found
 
     def read(self, name: str) -> bytes:

@@ -91,20 +91,22 @@ class _Reader:
         self.problems.add((*path, key), "a list of texts is expected")
         return []
 
-    def number(self, row: dict[str, Any], key: str, path: Path, default: float) -> float:
+    def number(
+        self, row: dict[str, Any], key: str, path: Path, default: float, limit: float = 1e15
+    ) -> float:
         value = row.get(key, default)
         if value is None:
             return default
         ok = isinstance(value, int | float) and not isinstance(value, bool)
-        if ok and 0 <= value <= 1e18:
+        if ok and 0 <= value <= limit:
             return float(value)
-        self.problems.add((*path, key), "a number that is not negative is expected")
+        self.problems.add((*path, key), f"a number from 0 to {limit:g} is expected")
         return default
 
     def execution(self, task: _Recorded, row: dict[str, Any], path: Path) -> None:
-        task.runtime_s = self.number(row, "runtimeInSeconds", path, 0.0)
+        task.runtime_s = self.number(row, "runtimeInSeconds", path, 0.0, 1e7)
         task.cpu = self.number(row, "avgCPU", path, 100.0) / 100
-        task.cores = self.number(row, "coreCount", path, 1.0) or 1.0
+        task.cores = self.number(row, "coreCount", path, 1.0, 1e6) or 1.0
         task.memory_bytes = self.number(row, "memoryInBytes", path, 0.0)
 
     def v15(self, body: dict[str, Any]) -> list[_Recorded]:

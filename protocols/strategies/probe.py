@@ -123,8 +123,7 @@ class Probe:
             group = self._units.pop(key, None)
             if group is not None:
                 group.left -= 1  # its entry in the heap is skipped when it comes up
-                if not group.left:
-                    self._groups.pop(group.needs, None)
+                self._forget_if_empty(group)
 
     def waiting_for(self, key: AttemptKey) -> str | None:
         group = self._units.get(key)
@@ -167,7 +166,10 @@ class Probe:
         listed = sorted(self._groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
         matching: dict[Needs, list[Member]] = {}
         everyone: dict[Needs, bool] = {}
-        for group in listed[:GROUPS_PER_ROUND]:
+        asking = 0
+        for group in listed:
+            if asking >= GROUPS_PER_ROUND:
+                break
             fitting = [m for m in known if not unmet(m.capacity, m.traits, group.needs)]
             matching[group.needs] = fitting
             if not fitting:
@@ -177,6 +179,7 @@ class Probe:
             self._say_busy(group, fitting, now)
             if not ready:
                 continue
+            asking += 1
             chosen, rooms = self._choose(group, ready, now)
             everyone[group.needs] = len(chosen) == len(ready)
             for member, room in zip(chosen, rooms, strict=True):
@@ -247,7 +250,7 @@ class Probe:
                 continue
             short = False
             for (group, room), grant in zip(rows, answer.grants, strict=False):
-                short |= len(grant.leases) < room.count
+                short |= len(grant.leases) - grant.queued < room.count
                 asked.append((member.contact.id, group, len(grant.leases), grant.refusal))
                 offers.append(_offer(member, group, grant))
                 if not grant.leases:
@@ -320,9 +323,13 @@ class Probe:
                 record.why = f"all busy; shortest queue of {offering} that offered a place"
             placed.append(Placed(unit, offer.member.contact, lease, record))
         group.oldest_at = now if placed else group.oldest_at
-        if not group.left:
-            self._groups.pop(group.needs, None)
+        self._forget_if_empty(group)
         return placed
+
+    def _forget_if_empty(self, group: _Group) -> None:
+        # another group may have taken its place while offers were on their way
+        if not group.left and self._groups.get(group.needs) is group:
+            del self._groups[group.needs]
 
     def _best_for(self, unit: Unit, roomy: list[tuple[float, float, _Offer]]) -> _Offer:
         """The roomiest, but not one where it has failed before if there is another."""

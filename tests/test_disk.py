@@ -1,0 +1,243 @@
+"""Blobs, the nursery and the database, on a real disk with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from peer import nursery
+from peer.attempt import remove_tree
+from peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
+from peer.database import Database, DatabaseError
+from peer.processes import NurseryGone, Processes, StartFailed
+
+
+def store(path: Path, quota: int = 1_000_000) -> Blobs:
+    return Blobs(path, quota, 500_000)
+
+
+async def stream(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+def sha(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+# --------------------------------------------------------------------------- blobs
+
+
+async def test_a_blob_is_there_after_a_restart(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    hash = await blobs.put(b"content")
+    again = store(tmp_path)
+    assert again.size(hash) == 7
+    assert again.used_bytes == 7
+    assert await again.read(hash, 2, 3) == b"nte"
+
+
+async def test_bad_uploads_leave_nothing(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    with pytest.raises(WrongHash):
+        await blobs.receive(stream(b"abc"), sha(b"abd"), None)
+    with pytest.raises(TooLarge):
+        await blobs.receive(stream(b"x" * 300_000, b"x" * 300_000), sha(b""), None)
+    with pytest.raises(TooLarge):
+        await blobs.receive(stream(b""), sha(b""), 600_000)
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"half"
+        raise ConnectionResetError
+
+    with pytest.raises((ConnectionResetError, QuotaFull)):
+        await blobs.receive(broken(), sha(b"half"), 100)
+    assert blobs.used_bytes == 0
+    assert not len(blobs)
+    assert not list((tmp_path / "parts").iterdir())
+
+
+async def test_the_quota_counts_what_is_being_written_and_evicts_copies_only(
+    tmp_path: Path,
+) -> None:
+    blobs = store(tmp_path)
+    own = await blobs.put(b"o" * 400_000)
+    copy = await blobs.put(b"c" * 400_000, copy=True)
+    with blobs.room(300_000):
+        assert copy not in blobs, "a copy makes room"
+        with pytest.raises(QuotaFull):
+            await blobs.put(b"d" * 400_000)
+        assert own in blobs
+    assert blobs.used_bytes == 400_000
+    task = asyncio.ensure_future(blobs.put(b"e" * 100_000))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert blobs.used_bytes in (400_000, 500_000)
+    assert blobs.used_bytes == sum(blobs.size(h) or 0 for h in list(blobs._known))
+
+
+async def test_a_pinned_copy_stays(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    copy = await blobs.put(b"c" * 400_000, copy=True)
+    with blobs.pinned([copy]), pytest.raises(QuotaFull):
+        await asyncio.gather(*(blobs.put(bytes([n]) * 400_000) for n in range(3)))
+    assert copy in blobs
+
+
+async def test_own_content_that_came_as_a_copy_is_kept_as_own(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    await blobs.put(b"same", copy=True)
+    path = tmp_path / "made"
+    path.write_bytes(b"same")
+    hash, _ = await blobs.adopt(path)
+    assert blobs.used_bytes == 4
+    blobs._evict(1_000_000)
+    assert hash in blobs
+    again = store(tmp_path)
+    assert again.used_bytes == 4
+
+
+async def test_both_files_of_one_content_do_not_keep_a_peer_from_starting(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    hash = await blobs.put(b"")
+    place = blobs.path(hash)
+    place.with_name(place.name + ".copy").write_bytes(b"")
+    again = store(tmp_path)
+    assert len(again) == 1
+    assert again.path(hash).exists()
+
+
+async def test_age_counts_from_the_day_it_came(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    path = tmp_path / "old"
+    path.write_bytes(b"from 2001")
+    os.utime(path, (1_000_000_000, 1_000_000_000))
+    hash, _ = await blobs.adopt(path)
+    assert blobs.drop_older_than(time.time() - 3600) == 0
+    assert hash in blobs
+    assert blobs.drop_older_than(time.time() + 10) == 1
+
+
+def test_trees_that_resist_are_removed_and_nothing_outside_is_touched(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("x")
+    outside.chmod(0o644)
+    root = tmp_path / "work"
+    (root / "closed" / "deep").mkdir(parents=True)
+    (root / "closed" / "link").symlink_to(outside)
+    (root / "closed" / "deep").chmod(0)
+    (root / "closed").chmod(0o555)
+    remove_tree(root)
+    assert not root.exists()
+    assert outside.stat().st_mode & 0o777 == 0o644
+
+
+# --------------------------------------------------------------------------- the nursery
+
+
+async def processes(tmp_path: Path) -> tuple[Processes, int]:
+    channel, pid = nursery.start()
+    return Processes(channel, tmp_path), pid
+
+
+def spawn(found: Processes, tmp_path: Path, *argv: str):
+    environment = {"PATH": os.environ["PATH"]}
+    log = tmp_path / f"log-{found.spawned}"
+    return found.spawn(argv, tmp_path, environment, log, 1000, 10**9, f"m{found.spawned}")
+
+
+async def test_many_short_commands_and_the_nursery_lives(tmp_path: Path) -> None:
+    found, pid = await processes(tmp_path)
+    for _ in range(30):
+        exits = await asyncio.gather(*(spawn(found, tmp_path, "true")[1] for _ in range(8)))
+        assert {e.code for e in exits} == {0}
+    with pytest.raises(StartFailed, match="No such file"):
+        await spawn(found, tmp_path, "no-such-program")[1]
+    os.kill(pid, 0)
+    await found.close()
+    os.waitpid(pid, 0)
+
+
+async def test_a_command_hears_sigterm(tmp_path: Path) -> None:
+    found, pid = await processes(tmp_path)
+    command = "trap 'echo heard; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
+    id, exit = spawn(found, tmp_path, "sh", "-c", command)
+    log = tmp_path / "log-0"
+    while "ready" not in (log.read_text() if log.exists() else ""):
+        await asyncio.sleep(0.02)
+    await found.end(id, exit)
+    assert exit.result().code == 7
+    assert "heard" in log.read_text()
+    await found.close()
+    os.waitpid(pid, 0)
+
+
+async def test_a_killed_nursery_is_replaced_and_its_tasks_end(tmp_path: Path) -> None:
+    nursery.adopt_orphans()
+    found, pid = await processes(tmp_path)
+    mark = f"45.{os.getpid()}"
+    _, exit = spawn(found, tmp_path, "sh", "-c", f"sleep {mark}; true")
+    while not _sleeping(mark):
+        await asyncio.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(NurseryGone):
+        await exit
+    while _sleeping(mark):
+        await asyncio.sleep(0.02)
+    assert (await spawn(found, tmp_path, "true")[1]).code == 0
+    await found.close()
+    os.waitpid(pid, 0)
+
+
+def _sleeping(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if line == f"sleep\0{mark}\0".encode():
+            found.append(path.parent.name)
+    return found
+
+
+# --------------------------------------------------------------------------- the database
+
+
+async def test_writes_that_wait_together_share_a_sync(tmp_path: Path) -> None:
+    database = Database(tmp_path / "peer.db")
+    rows = [[("insert into meta values (?, ?)", (f"k{n}", n))] for n in range(500)]
+    before = database.syncs
+    await asyncio.gather(*(database.write(row) for row in rows))
+    assert database.syncs - before < 100
+    assert len(database.read("select * from meta")) == 500
+    await database.close()
+
+
+async def test_one_bad_write_fails_alone(tmp_path: Path) -> None:
+    database = Database(tmp_path / "peer.db")
+    await database.write([("insert into meta values ('a', 1)", ())])
+    results = await asyncio.gather(
+        database.write([("insert into meta values ('b', 1)", ())]),
+        database.write([("insert into meta values ('a', 2)", ())]),
+        database.write([("insert into nowhere values (1)", ())]),
+        database.write([("insert into meta values ('c', 1)", ())]),
+        return_exceptions=True,
+    )
+    assert [type(r) for r in results] == [
+        type(None),
+        sqlite3.IntegrityError,
+        DatabaseError,
+        type(None),
+    ]
+    assert [k for (k,) in database.read("select key from meta order by key")] == ["a", "b", "c"]
+    await database.close()
