@@ -147,7 +147,7 @@ class Daemon:
             clock=time.time,
             rng=rng,
         )
-        probe = Probe(self.rpc, self.members, rng, config, self.home.placed)
+        probe = Probe(self.rpc, self.members, rng, config, self.home.placed, self.home.estimate)
         self.home.use(probe)
         answers = Answers(self.home, self.rpc, time.time)
         gateway = Gateway(self.rpc, self.members, self.records, self.home, answers)

@@ -69,6 +69,7 @@ ACTIVE_MAX = 1000
 LOSSES_MAX = 30
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 CHECK_S = 5.0
+RUNTIME_S_MAX = 1e8
 CHECK_TICK_S = 1.0
 
 
@@ -112,6 +113,12 @@ class Home:
 
     def use(self, strategy: Strategy) -> None:
         self._strategies[strategy.name] = strategy
+
+    def estimate(self, unit: Unit) -> float | None:
+        """How long a unit will take, from what has been seen so far."""
+        run = self._active.get(unit.key.workflow)
+        found = unit.runtime_s if run is None else run.runtime_s(unit.key.task)
+        return None if found is None else min(RUNTIME_S_MAX, found)
 
     def strategy(self, run: Run) -> Strategy:
         name = run.workflow.strategy
@@ -272,7 +279,7 @@ class Home:
             key,
             wire_needs(spec.needs),
             run.ranks[task.id],
-            None if run.runtime_s(task.id) is None else min(1e8, run.runtime_s(task.id) or 0.0),
+            run.runtime_s(task.id),
             self._deadline(run),
             failed_at,
         )
@@ -428,7 +435,7 @@ class Home:
             inputs=tuple(self.held_too(_file(run, name)) for name in spec.inputs),
             outputs=spec.outputs,
             timeout_s=spec.timeout_s,
-            runtime_s=one.unit.runtime_s,
+            runtime_s=self.estimate(one.unit),
         )
 
     def held_too(self, file: File) -> File:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.messages import File, Outcome, Value
-from workflow.model import Workflow
+from workflow.model import Task, Workflow
 from workflow.plan import upward_ranks
 
 FINAL = frozenset({"succeeded", "failed", "skipped", "cancelled"})
@@ -65,6 +65,18 @@ class TaskState:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
 
 
+#: programs that say nothing about how long they take
+_SHELLS = frozenset({"sh", "bash", "env", "python", "python3", "perl", "Rscript", "java"})
+
+
+def _kinds(spec: Task) -> tuple[str, ...]:
+    """Tasks it is like, the most like first: of the same template, of the same function."""
+    if spec.call is not None:
+        return (spec.template, f"call {spec.call}")
+    program = spec.command[0].rpartition("/")[2] if spec.command else ""
+    return (spec.template,) if program in _SHELLS else (spec.template, f"command {program}")
+
+
 class Run:
     def __init__(self, id: str, workflow: Workflow, submitted_at: float, home: bytes) -> None:
         self.id = id
@@ -86,7 +98,7 @@ class Run:
         # name → what it waits for
         self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
         self.stage_failures: dict[str, str] = {}
-        self.runtimes: dict[str, float] = {}  # template → seconds, as observed
+        self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
         self.cancelling = ""
 
     # ----------------------------------------------------------------- the journal
@@ -194,9 +206,9 @@ class Run:
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:
             took = max(1e-4, ended.ended_at - ended.started_at)
-            template = self.workflow.tasks[task.id].template
-            before = self.runtimes.get(template)
-            self.runtimes[template] = took if before is None else before + (took - before) / 4
+            for kind in _kinds(self.workflow.tasks[task.id]):
+                before = self.runtimes.get(kind)
+                self.runtimes[kind] = took if before is None else before + (took - before) / 4
 
     # ----------------------------------------------------------------- questions
 
@@ -214,8 +226,12 @@ class Run:
         return [t for t in self.tasks.values() if t.state == "waiting" and self.is_ready(t)]
 
     def runtime_s(self, task: str) -> float | None:
+        """As observed of its like, else as its document says."""
         spec = self.workflow.tasks[task]
-        return self.runtimes.get(spec.template, spec.runtime_s)
+        for kind in _kinds(spec):
+            if kind in self.runtimes:
+                return self.runtimes[kind]
+        return spec.runtime_s
 
     def verdict(self, ended: Outcome) -> str:
         """What an outcome means for its task."""

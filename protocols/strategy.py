@@ -57,6 +57,8 @@ class Placed:
 
 
 OnPlaced = Callable[[list[Placed]], None]
+#: seconds a unit will take, as known by now: better than when it was added
+Estimate = Callable[[Unit], float | None]
 
 
 class Strategy(Protocol):

@@ -571,3 +571,25 @@ def test_hopeless_groups_do_not_stand_in_the_way() -> None:
         await found.close()
 
     run(scenario())
+
+
+def test_run_times_that_become_known_make_batches_of_what_waits() -> None:
+    async def scenario() -> None:
+        found = await bench(2)
+        known: list[float] = []
+        found.probe._estimate = lambda unit: known[0] if known else None
+        found.probe.add(unit(n) for n in range(200))
+        await found.until_placed(4, 2)
+        for one in found.placed:
+            found.begin(one)
+        await asyncio.sleep(1)
+        assert len(found.placed) == 4, "nothing queues behind what nobody knows the length of"
+        before = sum(door.asked for door in found.doors.values())
+        known.append(0.001)
+        for one in found.placed[:4]:
+            found.end(one)
+        await found.until_placed(200, 5)
+        assert sum(door.asked for door in found.doors.values()) - before < 20
+        await found.close()
+
+    run(scenario())

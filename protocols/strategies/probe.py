@@ -4,7 +4,8 @@ The baseline, after batch sampling (Sparrow): what is placed is a batch, so a fe
 for many units at once, and the messages per unit fall with the size of the batch.
 
 Rules:
-- Units with equal needs form a group; one message to a peer carries all groups' asks.
+- Units with equal needs and about equal run times form a group; one message to a peer carries all
+  groups' asks. A unit whose run time becomes known while it waits changes its group.
 - Only peers that could meet the needs when idle are asked. Enough of them for the batch, at
   random, and no fewer than a handful, so that there is a choice.
 - Room that is free now is used first, on the peer with the most of it left; a place in a queue
@@ -40,9 +41,11 @@ from ..messages import (
     Room,
 )
 from ..rpc import CallFailed, Rpc
-from ..strategy import OnPlaced, Placed, Placement, Unit
+from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
 
 GROUPS_PER_ROUND = 32
+
+_GroupKey = tuple[Needs, int | None]
 
 
 @dataclass(slots=True)
@@ -50,11 +53,16 @@ class _Group:
     """Units with the same needs, highest rank first."""
 
     needs: Needs
+    size: int | None  # its units take about 2**size seconds; None: nobody knows
     heap: list[tuple[float, int, Unit]] = field(default_factory=list)
     left: int = 0
     oldest_at: float = 0.0
     reason: str = "about to be placed"
     refusals: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> _GroupKey:
+        return self.needs, self.size
 
 
 @dataclass(slots=True)
@@ -87,13 +95,15 @@ class Probe:
         rng: random.Random,
         config: Config,
         on_placed: OnPlaced,
+        estimate: Estimate = lambda unit: unit.runtime_s,
     ) -> None:
         self._rpc = rpc
         self._members = members
         self._rng = rng
         self._config = config
         self._on_placed = on_placed
-        self._groups: dict[Needs, _Group] = {}
+        self._estimate = estimate
+        self._groups: dict[_GroupKey, _Group] = {}
         self._units: dict[AttemptKey, _Group] = {}
         self._peers: dict[bytes, _Peer] = {}
         self._order = 0
@@ -108,15 +118,35 @@ class Probe:
         for unit in units:
             if unit.key in self._units or len(self._units) >= self._config.place_units_max:
                 continue
-            group = self._groups.get(unit.needs)
-            if group is None:
-                group = self._groups[unit.needs] = _Group(unit.needs, oldest_at=now)
             self._order += 1
             # a second of waiting weighs as much as a second of work behind it: none starves
-            heapq.heappush(group.heap, (now - unit.rank, self._order, unit))
-            group.left += 1
-            self._units[unit.key] = group
+            self._put(unit, now - unit.rank, self._order, now)
         self._wake.set()
+
+    def _put(self, unit: Unit, priority: float, order: int, since: float) -> None:
+        runtime_s = self._estimate(unit)
+        size = None if runtime_s is None else round(math.log2(max(1e-4, runtime_s)))
+        group = self._groups.get((unit.needs, size))
+        if group is None:
+            group = self._groups[(unit.needs, size)] = _Group(unit.needs, size, oldest_at=since)
+        heapq.heappush(group.heap, (priority, order, unit))
+        group.left += 1
+        self._units[unit.key] = group
+
+    def _regroup(self) -> None:
+        """Units whose run time has become known go where they belong."""
+        for group in [g for g in self._groups.values() if g.size is None]:
+            while group.heap:
+                priority, order, unit = group.heap[0]
+                if self._units.get(unit.key) is not group:
+                    heapq.heappop(group.heap)  # withdrawn
+                elif self._estimate(unit) is None:
+                    break
+                else:
+                    heapq.heappop(group.heap)
+                    group.left -= 1
+                    self._put(unit, priority, order, group.oldest_at)
+            self._forget_if_empty(group)
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
@@ -160,12 +190,13 @@ class Probe:
         return max(0.001, min([*times, self._config.probe_backoff_s_max]))
 
     async def _round(self) -> None:
+        self._regroup()
         now = self._now()
         known = self._members.here()
         asks: dict[bytes, list[tuple[_Group, Room]]] = {}
         listed = sorted(self._groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
         matching: dict[Needs, list[Member]] = {}
-        everyone: dict[Needs, bool] = {}
+        everyone: dict[_GroupKey, bool] = {}
         asking = 0
         for group in listed:
             if asking >= GROUPS_PER_ROUND:
@@ -181,7 +212,7 @@ class Probe:
                 continue
             asking += 1
             chosen, rooms = self._choose(group, ready, now)
-            everyone[group.needs] = len(chosen) == len(ready)
+            everyone[group.key] = len(chosen) == len(ready)
             for member, room in zip(chosen, rooms, strict=True):
                 asks.setdefault(member.contact.id, []).append((group, room))
         if not asks:
@@ -199,7 +230,7 @@ class Probe:
         count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
         chosen = self._rng.sample(ready, count)
         top = group.heap[0][2]
-        runtime_s, deadline_at = top.runtime_s, top.deadline_at
+        runtime_s, deadline_at = self._estimate(top), top.deadline_at
         waited = now - group.oldest_at
         hold = waited > config.probe_hold_after_s
         fair = math.ceil(1.5 * group.left / count)
@@ -267,7 +298,7 @@ class Probe:
         offers: list[_Offer],
         asked: list[tuple[bytes, _Group, int, str]],
         matching: dict[Needs, list[Member]],
-        everyone: dict[Needs, bool],
+        everyone: dict[_GroupKey, bool],
     ) -> None:
         placed: list[Placed] = []
         unused: dict[bytes, tuple[Contact, list[int]]] = {}
@@ -279,7 +310,7 @@ class Probe:
                 matching=len(matching[group.needs]),
                 known=len(self._members.here()),
             )
-            placed.extend(self._take(group, mine, record, everyone[group.needs]))
+            placed.extend(self._take(group, mine, record, everyone[group.key]))
             for offer in mine:
                 left = offer.now + offer.queued
                 if left:
@@ -328,8 +359,8 @@ class Probe:
 
     def _forget_if_empty(self, group: _Group) -> None:
         # another group may have taken its place while offers were on their way
-        if not group.left and self._groups.get(group.needs) is group:
-            del self._groups[group.needs]
+        if not group.left and self._groups.get(group.key) is group:
+            del self._groups[group.key]
 
     def _best_for(self, unit: Unit, roomy: list[tuple[float, float, _Offer]]) -> _Offer:
         """The roomiest, but not one where it has failed before if there is another."""
@@ -345,7 +376,8 @@ class Probe:
     def _pop(self, group: _Group) -> Unit | None:
         while group.heap:
             unit = heapq.heappop(group.heap)[2]
-            if self._units.pop(unit.key, None) is not None:
+            if self._units.get(unit.key) is group:
+                del self._units[unit.key]
                 group.left -= 1
                 return unit
         return None
