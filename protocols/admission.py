@@ -127,10 +127,10 @@ class Admission:
         return granted, ahead_s + granted * each_s
 
     def _backlog_s(self) -> float:
-        if not self._queue and not self._queued_leases:
-            self._queued_work = self._leased_work = 0.0  # sheds what rounding has left
-        if not self._running:
-            self._running_work = 0.0
+        # an empty sum is nothing: sheds what rounding has left
+        self._queued_work = self._queued_work if self._queue else 0.0
+        self._leased_work = self._leased_work if self._leases else 0.0
+        self._running_work = self._running_work if self._running else 0.0
         work = self._queued_work + self._leased_work + self._running_work
         return work / max(1, self.capacity.millicores)
 
@@ -147,14 +147,13 @@ class Admission:
             now + due_in,
             room.hold and queued,
         )
-        if queued:
-            self._count_lease(made, +1)
-        else:
+        self._count_lease(made, +1)
+        if not queued:
             self._free = plus(self._free, room.needs.capacity, -1)
         return lease
 
     def _count_lease(self, lease: _Lease, sign: int) -> None:
-        self._queued_leases += sign
+        self._queued_leases += sign * lease.queued
         self._hold_leases += sign * lease.hold
         self._leased_work += sign * lease.work
 
@@ -169,14 +168,13 @@ class Admission:
         if unit in self._running or unit in self._queued:
             return "it is here already"
         del self._leases[lease_id]
-        if lease.queued:
-            self._count_lease(lease, -1)
+        self._count_lease(lease, -1)
         if not lease.queued:
             self._run(unit, lease.needs, lease.runtime_s)
             return "run"
         self._order += 1
-        ahead_s = self._backlog_s()
-        patience_s = max(self._config.patience_s_min, 4 * ahead_s)
+        # what was promised is at most the queue's length in time; this is several times that
+        patience_s = self._config.patience_s
         entry = _Queued(
             lease.due_at,
             self._order,
@@ -250,9 +248,8 @@ class Admission:
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
-        if lease.queued:
-            self._count_lease(lease, -1)
-        else:
+        self._count_lease(lease, -1)
+        if not lease.queued:
             self._free = plus(self._free, lease.needs)
 
     def overdue(self, now: float) -> list[Hashable]:

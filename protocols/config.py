@@ -59,7 +59,7 @@ class Config:
     queue_units_max: int = 1000
     holds_max: int = 2  # units that may wait for a peer to drain for them, see admission
     backfill_s_max: float = 2.0  # how long a unit at the queue's head may be overtaken
-    patience_s_min: float = 3.0  # a queued unit that has not begun by then is handed back
+    patience_s: float = 3.0  # a queued unit that has not begun by then is handed back
     vacancy_wishes_max: int = 256
     vacancy_ttl_s: float = 10.0
 

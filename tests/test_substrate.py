@@ -267,6 +267,10 @@ def test_nobody_queues_behind_work_of_unknown_or_great_length() -> None:
         (first,) = peer.reserve(HOME, room(runtime_s=runtime_s), 0.0).leases
         peer.commit(HOME, first, "long", 0.0)
         assert not peer.reserve(HOME, room(runtime_s=0.01, queue=True), 0.0).leases
+        peer = admission(1000)
+        assert peer.reserve(HOME, room(runtime_s=runtime_s), 0.0).leases
+        behind = peer.reserve(HOME, room(runtime_s=0.01, queue=True), 0.0)
+        assert not behind.leases, "nor behind a lease for such work"
 
 
 def test_a_large_unit_is_not_kept_waiting_by_small_ones() -> None:
@@ -291,8 +295,8 @@ def test_a_queued_unit_that_waits_too_long_is_handed_back() -> None:
     peer.commit(HOME, first, "endless", 0.0)
     (lease,) = peer.reserve(HOME, room(runtime_s=0.1, queue=True), 0.0).leases
     peer.commit(HOME, lease, "waiting", 0.0)
-    assert peer.overdue(LAN.patience_s_min - 0.1) == []
-    assert peer.overdue(LAN.patience_s_min + 0.1) == ["waiting"]
+    assert peer.overdue(LAN.patience_s - 0.1) == []
+    assert peer.overdue(LAN.patience_s + 0.1) == ["waiting"]
 
 
 def test_who_was_refused_hears_of_room_in_turn() -> None:
