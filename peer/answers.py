@@ -138,8 +138,18 @@ class Answers:
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
             values=self._values(run),
+            waiting=self._waiting(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
         )
+
+    def _waiting(self, run: Run) -> list[api.Failure]:
+        if not run.counts["pending"]:
+            return []
+        pending = (t for t in run.tasks.values() if t.state == "pending")
+        return [
+            api.Failure(task=t.id, reason=self._home.waiting_for(run, t))
+            for t, _ in zip(pending, range(5), strict=False)
+        ]
 
     def _values(self, run: Run) -> list[str]:
         taken = {

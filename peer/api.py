@@ -83,6 +83,9 @@ class WorkflowView(BaseModel):
     values: list[str] = Field(
         default=[], description="calls whose value no other task takes (the first 100)"
     )
+    waiting: list[Failure] = Field(
+        default=[], description="ready tasks that no peer has taken yet, the first five"
+    )
     waiting_inputs: dict[str, str] = {}
 
 

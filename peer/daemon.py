@@ -90,7 +90,9 @@ class Daemon:
         seal = Seal(identity.id, settings.cluster_key, time.time)
         self.link = Link(seal, tls, identity.id, config)
         port = await self._listen()
-        host = socket.gethostbyname(settings.advertise or _reachable(settings.host))
+        host = socket.gethostbyname(settings.advertise or _reachable(settings.host, settings.join))
+        if host.startswith("127.") and not settings.host.startswith(("127.", "localhost")):
+            log.warning("others are told %s, which only this machine reaches: --advertise", host)
         me = Contact(id=identity.id, host=host, port=port)
 
         self.rpc = Rpc(me, self.link, rng, config)
@@ -111,7 +113,7 @@ class Daemon:
         )
         self.metrics = Metrics()
         http_port = self._known_port("http_port", settings.http_port)
-        url = settings.http_advertise or f"http://{_reachable(settings.http_host)}:{http_port}"
+        url = settings.http_advertise or self._url(http_port)
         member = Member(
             contact=me, http=url, capacity=capacity, traits=traits, boot=boot, version=VERSION
         )
@@ -218,9 +220,13 @@ class Daemon:
                 raise
             port = await self.http.start(self._settings.http_host, 0)
         if not self._settings.http_advertise:
-            url = f"http://{_reachable(self._settings.http_host)}:{port}"
+            url = self._url(port)
         self.members.describe(url)
         self._http_port = port
+
+    def _url(self, port: int) -> str:
+        host = _reachable(self._settings.http_host, self._settings.join)
+        return f"http://{host}:{port}"
 
     def _tell_where(self, port: int) -> None:
         """For tools on this machine."""
@@ -259,8 +265,11 @@ class Daemon:
                 if any(answers):
                     delay_s = 0.5
                     await self.overlay.find(self.rpc.me.id)
-                elif delay_s > 3 and self._settings.join:
-                    log.warning("no answer from %s yet", ", ".join(self._settings.join))
+                elif delay_s > 1 and self._settings.join:
+                    listed = ", ".join(self._settings.join)
+                    log.warning(
+                        "no answer from %s: is the address, is the cluster key right?", listed
+                    )
             await asyncio.sleep(delay_s if alone else 5.0)
             delay_s = min(5.0, delay_s * 1.5)
 
@@ -282,9 +291,6 @@ class Daemon:
         found: dict[tuple[str, int], None] = {}
         for seed in self._settings.join:
             host, _, port = seed.rpartition(":")
-            if not host or not port.isdigit():
-                log.error("--join %s: write host:port", seed)
-                continue
             try:
                 rows = await loop.getaddrinfo(host, int(port), family=socket.AF_INET)
             except OSError as error:
@@ -453,11 +459,18 @@ def _at(contact: Contact) -> str:
     return f"{contact.host}:{contact.port}"
 
 
-def _reachable(host: str) -> str:
-    """An address others can use, for one that means "all of mine"."""
+def _reachable(host: str, seeds: tuple[str, ...]) -> str:
+    """An address others can use, for one that means "all of mine".
+
+    The one this machine would speak from to a seed, else to anybody: connecting a datagram socket
+    asks the routing table and sends nothing.
+    """
     if host not in ("0.0.0.0", "", "::"):
         return host
-    try:
+    for target in (*(seed.rpartition(":")[0] for seed in seeds), "192.0.2.1"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.connect((target, 9))
+            return str(udp.getsockname()[0])
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    return "127.0.0.1"

@@ -38,7 +38,8 @@ from .home import Home, new_id, read_document
 log = logging.getLogger("valence.gateway")
 
 HOMES_REMEMBERED = 10_000
-ASK_TIMEOUT_S = 25.0
+ASK_TIMEOUT_S = 5.0
+EVENTS_TIMEOUT_S = 25.0  # they are waited for
 FAN_OUT = 64
 
 
@@ -76,7 +77,8 @@ class Gateway:
             )
         message = Ask(workflow=id, question=question, arguments=msgpack.packb(arguments))
         try:
-            answer = await self._rpc.call(member.contact, message, Answer, ASK_TIMEOUT_S)
+            limit_s = EVENTS_TIMEOUT_S if question == "events" else ASK_TIMEOUT_S
+            answer = await self._rpc.call(member.contact, message, Answer, limit_s)
         except CallFailed as error:
             self._homes.pop(id, None)
             raise Problem(503, f"the home of workflow {id} does not answer: {error}") from None
@@ -181,7 +183,7 @@ class Gateway:
         rows = self._answers.page(before, limit, state)
         others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         message = ListWorkflows(before=before, limit=limit, state=state)
-        unanswered = []
+        unanswered = [m.contact.id.hex() for m in self._members.all() if m.state == State.DEAD]
         for member, answer in await self._everyone(others, message, ListedWorkflows):
             if answer is None:
                 unanswered.append(member.contact.id.hex())

@@ -35,6 +35,7 @@ STREAMS_MAX = 200
 EVENT_WAIT_S = 10.0
 HEADER_BYTES_MAX = 16 * 1024
 KEY_CHARS_MAX = 200
+WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _EVENT = re.compile(r"(\d{1,15})\.(\d{1,9})")
 _TITLES = {
@@ -196,7 +197,9 @@ class Http:
             raise Problem(400, "before: pass the `next` of the page before")
         limit = _integer(request, "limit", 100, 1, 1000)
         state = request.query.get("state", "")
-        return _json(await self._gateway.workflows(before, limit, state[:20]))
+        if state and state not in WORKFLOW_STATES:
+            raise Problem(400, f"state: one of {', '.join(WORKFLOW_STATES)}")
+        return _json(await self._gateway.workflows(before, limit, state))
 
     async def _workflow(self, request: web.Request) -> web.Response:
         return _json(await self._gateway.ask(_id(request), "workflow"))

@@ -24,7 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -60,7 +60,10 @@ class _Child:
     marker: str
     pipe: int = -1
     log: int = -1
-    log_left: int = 0
+    log_left: int = 0  # of the first half, which goes to the file as it comes
+    tail_max: int = 0
+    tail: bytearray = field(default_factory=bytearray)  # of the rest, the last half
+    left_out: int = 0
     truncated: bool = False
     code: int | None = None
     rss: int = 0
@@ -165,7 +168,9 @@ class Nursery:
             return
         os.close(write)
         child = _Child(id, process.pid, pidfd, marker)
-        child.pipe, child.log, child.log_left = read, log, log_bytes_max
+        child.pipe, child.log = read, log
+        child.tail_max = log_bytes_max // 2
+        child.log_left = log_bytes_max - child.tail_max
         self._watch(child)
         os.set_blocking(read, False)
         self._selector.register(read, selectors.EVENT_READ, lambda: self._output(child))
@@ -210,20 +215,30 @@ class Nursery:
         if not data:
             self._close_pipe(child)
             return
-        kept = data[: child.log_left]
-        if len(kept) < len(data):
-            child.truncated = True
-        while kept:
+        head, rest = data[: child.log_left], data[child.log_left :]
+        child.log_left -= len(head)
+        self._write_log(child, head)
+        if rest:
+            child.tail += rest
+            surplus = len(child.tail) - child.tail_max
+            if surplus > 0:  # the beginning says what it was about, the end how it ended
+                child.left_out += surplus
+                del child.tail[:surplus]
+
+    def _write_log(self, child: _Child, data: bytes) -> None:
+        while data:
             try:
-                written = os.write(child.log, kept)
-            except OSError:
+                data = data[os.write(child.log, data) :]
+            except OSError:  # a full disk must not end the task
                 child.truncated = True
-                break
-            child.log_left -= written
-            kept = kept[written:]
+                return
 
     def _close_pipe(self, child: _Child) -> None:
         if child.pipe >= 0:
+            if child.left_out:
+                child.truncated = True
+                self._write_log(child, f"\n[… {child.left_out:,} bytes left out …]\n".encode())
+            self._write_log(child, bytes(child.tail))
             self._selector.unregister(child.pipe)
             os.close(child.pipe)
             os.close(child.log)
@@ -248,9 +263,9 @@ class Nursery:
         for _ in range(64):
             if child.pipe < 0:
                 return
-            before = child.log_left
+            before = (child.log_left, len(child.tail), child.left_out)
             self._output(child)
-            if child.log_left == before:
+            if before == (child.log_left, len(child.tail), child.left_out):
                 return
 
     def _kill(self, child: _Child, number: int) -> None:

@@ -120,6 +120,10 @@ def load(
             name = str(found["loc"][0]) if found["loc"] else "?"
             lines.append(f"{origin.get(name, name)}: {found['msg']}")
         raise SettingsError("\n".join(lines)) from None
+    for seed in settings.join:
+        host, _, port = seed.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise SettingsError(f"{origin['join']}: {seed!r}: write host:port")
     if settings.preset not in PRESETS:
         raise SettingsError(f"{origin['preset']}: there are {', '.join(PRESETS)}")
     if need_secrets:

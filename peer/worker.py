@@ -118,8 +118,13 @@ def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
         sys.stdout.flush()
         sys.stderr.flush()
     size = os.fstat(log).st_size
-    kept = os.pread(log, min(size, request["log_bytes_max"]), 0) if size else b""
-    return {**answer, "log": kept, "truncated": size > len(kept)}
+    limit = request["log_bytes_max"]
+    kept = os.pread(log, min(size, limit), 0) if size else b""
+    if size > limit:  # the beginning says what it was about, the end how it ended
+        half = limit // 2
+        left_out = f"\n[… {size - 2 * half:,} bytes left out …]\n".encode()
+        kept = kept[:half] + left_out + os.pread(log, half, size - half)
+    return {**answer, "log": kept, "truncated": size > limit}
 
 
 def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:

@@ -106,7 +106,8 @@ class Admission:
             ids.append(self._lease(home, room, index >= immediate, now))
         refusal = ""
         if immediate + queued < room.count:
-            refusal = f"busy: {len(self._running)} running, {len(self._queue)} queued"
+            busy = f"{len(self._running)} running, {len(self._queue)} queued"
+            refusal = f"no room for more: {busy}" if ids else f"busy: {busy}"
             self._wish(home, now)
         return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
 

@@ -643,3 +643,41 @@ def test_an_output_left_open_by_a_worker_can_not_change_its_blob(cluster) -> Non
     )
     assert workflow.wait() == "succeeded"
     assert workflow.read("f") == b"a"
+
+
+def test_a_long_log_keeps_its_beginning_and_its_end(cluster) -> None:
+    loud = {"command": "echo begin; seq 1 400000; echo the reason >&2; exit 3"}
+    call = {
+        "call": "builtins:exec",
+        "args": ["print('begin'); print('x' * 3_000_000); raise ValueError('why')", {}],
+    }
+    workflow = submit(cluster, {"loud": loud, "call": call})
+    assert workflow.wait() == "failed"
+    for name, end in (("loud", b"the reason\n"), ("call", b"ValueError: why\n")):
+        text = workflow.log(name)
+        assert text.startswith(b"begin\n")
+        assert text.endswith(end)
+        assert b"bytes left out" in text
+
+
+def test_get_fails_where_a_result_is_missing_and_overwrites_nothing(cluster, tmp_path) -> None:
+    workflow = submit(
+        cluster,
+        {
+            "a": {"command": "echo mine > values.json", "outputs": ["values.json"]},
+            "b": {"command": "exit 1", "outputs": ["b"]},
+            "c": {"call": "operator:add", "args": [1, 1]},
+        },
+    )
+    workflow.wait()
+    done = cluster.cli("get", workflow.id, str(tmp_path))
+    assert done.returncode == 1
+    assert "b is not there" in done.stderr
+    assert (tmp_path / "values.json").read_text() == "mine\n"
+    assert json.loads((tmp_path / "valence-values.json").read_text()) == {"c": 2}
+
+
+def test_status_says_what_waits(cluster) -> None:
+    workflow = submit(cluster, {"a": {"command": ["true"], "needs": {"memory": "10TiB"}}})
+    wait_for(lambda: "no peer of 8" in cluster.cli("status", workflow.id).stdout, 10)
+    workflow.cancel()

@@ -72,6 +72,9 @@ def test_the_home_is_killed_and_goes_on_where_it_was(own_cluster) -> None:
     cluster.restart(home["id"])
     other = cluster.client(3)
     wait_for(lambda: any(p["id"] == home["id"] and p["state"] == "up" for p in other.peers()), 20)
+    again = cluster.cli("up", "--peers", "5", "--detach")
+    assert again.returncode == 1
+    assert "`valence down` stops it" in again.stderr
     check(other.workflow(workflow.id), home["data"])
 
 
@@ -257,3 +260,25 @@ def test_a_cluster_comes_back_with_all_it_knew(own_cluster, index: int) -> None:
     wait_for(lambda: len([p for p in client.peers() if p["state"] == "up"]) == 3, 20)
     assert client.workflow(done.id).read("k") == b"kept\n"
     assert client.workflow(open_.id).wait() == "succeeded"
+
+
+def test_down_stops_peers_that_were_started_again_by_hand(own_cluster) -> None:
+    cluster = own_cluster(2)
+    first = cluster.peers()[0]
+    cluster.kill(first["id"])
+    cluster.restart(first["id"])
+    assert cluster.cli("down").returncode == 0
+    assert cluster.cli("ls").returncode == 3
+    assert "No local cluster" in cluster.cli("down").stdout
+
+
+def test_ls_says_whose_workflows_are_missing(own_cluster) -> None:
+    cluster = own_cluster(3)
+    home = cluster.peers()[1]
+    workflow = submit(cluster, {"a": {"command": ["true"]}}, index=1)
+    workflow.wait()
+    cluster.kill(home["id"])
+    wait_for(lambda: home["id"][:8] in cluster.cli("ls").stderr, 20)
+    done = cluster.cli("status", workflow.id)
+    assert done.returncode == 1
+    assert "which is down" in done.stderr

@@ -6,6 +6,20 @@ run.wait()
 print(run.read("total"))
 """
 
-from .client import Client, Problem, Unreachable, Workflow
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import Client, Problem, Unreachable, Workflow
 
 __all__ = ["Client", "Problem", "Unreachable", "Workflow"]
+
+
+def __getattr__(name: str) -> Any:
+    """Only who uses the client pays for its import."""
+    if name in __all__:
+        from . import client
+
+        return getattr(client, name)
+    raise AttributeError(name)

@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
             display.error(f"{getattr(options, 'file', '')}{line}: {where}: {problem.message}")
         return 2
     except Problem as problem:
+        if problem.status == 401:
+            display.error("the token is wrong: set VALENCE_TOKEN to the cluster's")
+            return 1
         display.error(problem.detail)
         for found in problem.errors[1:]:
             display.error(f"{found['pointer']}: {found['message']}")
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="valence", description="Scientific workflows on a pool of machines, with no head node."
     )
+    parser.add_argument("--version", action="version", version=f"valence {version('valence')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
@@ -80,8 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--cpus", type=float, default=0.0, help="cores each peer offers")
     sub.add_argument("--memory", default="0", help="memory each peer offers, such as 2GiB")
     sub.add_argument("--disk", default="10GiB", help="quota of each peer's files (10GiB)")
-    sub.add_argument("--http-port", type=int, default=0, help="of the first peer (8470 if free)")
-    sub.add_argument("--grace", default="10s", help="how long tasks may finish on SIGTERM (10s)")
+    port = "of the first peer (8470, or any if that is taken)"
+    sub.add_argument("--http-port", type=_port, default=0, help=port)
+    sub.add_argument(
+        "--grace", default="10s", help="how long tasks may finish when one peer gets SIGTERM (10s)"
+    )
     sub.add_argument("--fresh", action="store_true", help="forget what earlier clusters kept")
     sub.add_argument("--detach", action="store_true", help="run it in the background")
     add("down", _down, "Stop the local cluster.")
@@ -89,13 +97,18 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = listing("submit", _submit, "Submit a workflow document or a WfFormat instance.")
     sub.add_argument("file", help="YAML or JSON; - reads standard input")
-    sub.add_argument("--watch", action="store_true", help="follow it; 0 only if it succeeds")
+    sub.add_argument(
+        "--watch",
+        action="store_true",
+        help="follow it; 0 only if it succeeds (with --json: a line an event)",
+    )
     sub.add_argument("--time-scale", type=float, help="of a WfFormat instance's run times")
     sub.add_argument("--size-scale", type=float, help="of a WfFormat instance's file sizes")
     sub.add_argument("--key", help="an idempotency key: repeats submit once")
 
     sub = listing("ls", _ls, "List workflows, newest first.")
-    sub.add_argument("--state", default="", help="only those in this state")
+    states = ("running", "succeeded", "failed", "cancelled")
+    sub.add_argument("--state", default="", choices=states, help="only those in this state")
     sub.add_argument("--limit", type=_count, default=50, help="how many at most (50)")
     for name, command, text in (
         ("status", _status, "Show one workflow."),
@@ -121,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     add("token", _token, "Print the local cluster's HTTP token.")
     add("key", _key, "Make a new random key, for a cluster or as a token.")
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError("a port from 1 to 65535 is expected")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -213,6 +232,8 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
     from . import submission
 
     if options.file == "-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed")
         text, base = sys.stdin.buffer.read(), Path()
     else:
         path = Path(options.file)
@@ -234,11 +255,16 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
 
 
 def _ls(options: argparse.Namespace, display: Display) -> int:
-    found = Client().workflows(min(1000, options.limit), options.state)
+    client = Client()
+    found = client.workflows(min(1000, options.limit), options.state)
+    if client.unanswered:
+        down = ", ".join(peer[:8] for peer in client.unanswered)
+        print(f"not listed are the workflows of peers that are down: {down}", file=sys.stderr)
     if options.json:
         return _json(display, found)
     if not found:
-        display.say("There are no workflows. Submit one: valence submit FILE")
+        which = f" {options.state}" if options.state else ""
+        display.say(f"There are no{which} workflows. Submit one: valence submit FILE")
         return 0
     now = time.time()
     rows = [
@@ -267,19 +293,26 @@ def _show(view: dict[str, Any], display: Display) -> int:
     end = view["ended_at"] or time.time()
     took = show_seconds(max(0.0, end - view["submitted_at"]))
     state = display.colour(view["state"], view["state"])
-    display.say(f"{view['name']} ({view['id']}): {state}, {took}, {view['peers']} peers")
+    ran = f", on {_many(view['peers'], 'peer')}" if view["peers"] else ""
+    display.say(f"{view['name']} ({view['id']}): {state}, {took}{ran}")
     counts = ", ".join(f"{n} {state}" for state, n in view["counts"].items())
     display.say(f"tasks: {counts}")
     if view["late"]:
         display.say(display.colour("its deadline has passed", "failed"))
     for name, reason in view["waiting_inputs"].items():
         display.say(f"input {name}: {reason}")
+    for waiting in view["waiting"]:
+        display.say(f"{waiting['task']} waits: {waiting['reason']}")
     for failure in view["failures"]:
         display.say(display.colour(f"{failure['task']}: {failure['reason']}", "failed"))
         display.say(f"  its output: valence logs {view['id']} '{failure['task']}'")
     if view["reason"] and not view["failures"]:
         display.say(view["reason"])
     return 0
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _tasks(options: argparse.Namespace, display: Display) -> int:
@@ -293,7 +326,7 @@ def _tasks(options: argparse.Namespace, display: Display) -> int:
             t["attempts"],
             (t["peer"] or "")[:8],
             "" if t["seconds"] is None else show_seconds(t["seconds"]),
-            t["reason"][:60],
+            t["reason"] if len(t["reason"]) <= 60 else t["reason"][:59] + "…",
         )
         for t in found
     ]
@@ -315,7 +348,7 @@ def _files(options: argparse.Namespace, display: Display) -> int:
         )
         for f in found
     ]
-    display.table(("FILE", "SIZE", "MADE BY", "STATE", ""), rows)
+    display.table(("FILE", "SIZE", "MADE BY", "STATE", "KIND"), rows)
     return 0
 
 
@@ -334,8 +367,12 @@ def _watch(options: argparse.Namespace, display: Display) -> int:
 def _follow(workflow: Workflow, options: argparse.Namespace, display: Display) -> int:
     view = workflow.view()
     progress = None if options.json else Progress(display, view)
-    if progress is not None and not display.terminal:
-        display.say(f"{view['name']} ({workflow.id}): {view['tasks']} tasks")
+    if progress is not None:
+        display.say(f"{view['name']} ({workflow.id}): {_many(view['tasks'], 'task')}")
+    else:
+        display.say(
+            json.dumps({"type": "submitted", "workflow": workflow.id, "name": view["name"]})
+        )
     try:
         for event in workflow.events():
             if progress is None:
@@ -396,12 +433,16 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     workflow = Client().workflow(options.id)
     target = Path(options.dir)
     fetched = []
+    missing = 0
+    names = set()
     for file in workflow.files():
+        names.add(file["name"])
         wanted = file["final"] or (options.all and file["made_by"])
         if not wanted:
             continue
         if not file["ready"]:
             display.error(f"{file['name']} is not there: {file['made_by']} has not succeeded")
+            missing += 1
             continue
         path = target / file["name"]
         if not path.resolve().is_relative_to(target.resolve()):
@@ -414,17 +455,17 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     values = _values(workflow)
     if values:
         target.mkdir(parents=True, exist_ok=True)
-        path = target / "values.json"
+        # never over a file of the workflow's own
+        path = target / ("values.json" if "values.json" not in names else "valence-values.json")
         path.write_text(json.dumps(values, indent=2) + "\n")
-        fetched.append({"name": "values.json", "path": str(path), "size": path.stat().st_size})
+        fetched.append({"name": path.name, "path": str(path), "size": path.stat().st_size})
         if not options.json:
             display.say(f"{path} (the values of {', '.join(values)})")
     if options.json:
-        return _json(display, fetched)
-    if not fetched:
+        _json(display, fetched)
+    elif not fetched and not missing:
         display.error("there is nothing to fetch")
-        return 1
-    return 0
+    return 1 if missing or not fetched else 0
 
 
 def _values(workflow: Workflow) -> dict[str, Any]:

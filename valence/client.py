@@ -42,6 +42,8 @@ class Client:
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         url = url or os.environ.get("VALENCE_URL")
         token = token or os.environ.get("VALENCE_TOKEN") or _token_from_file()
+        if url and not url.startswith(("http://", "https://")):
+            raise Unreachable(f"VALENCE_URL: write http://{url}")
         if url:
             self._urls = [url]
         else:
@@ -118,7 +120,9 @@ class Client:
 
     def workflows(self, limit: int = 100, state: str = "") -> list[dict[str, Any]]:
         query = urlencode({"limit": limit, **({"state": state} if state else {})})
-        found: list[dict[str, Any]] = self.request("GET", f"/v1/workflows?{query}")["workflows"]
+        page = self.request("GET", f"/v1/workflows?{query}")
+        self.unanswered: list[str] = page["unanswered"]  # peers whose workflows are not among them
+        found: list[dict[str, Any]] = page["workflows"]
         return found
 
     def workflow(self, id: str) -> Workflow:
@@ -274,8 +278,10 @@ class Workflow:
                 if failures > 10:
                     raise
             except Problem as problem:
-                if problem.status != 503 or failures > 60:
+                if problem.status != 503:
                     raise
+                if not failures:
+                    yield {"type": "interrupted", "reason": problem.detail, "at": time.time()}
             failures += 1
             time.sleep(min(2.0, 0.2 * failures))
 

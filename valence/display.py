@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -18,10 +19,12 @@ _COLOURS = {
 }  # fmt: skip
 BAR_S = 0.1
 LINE_S = 2.0
+TICK_S = 0.5
 
 
 class Display:
-    def __init__(self, out: TextIO = sys.stdout) -> None:
+    def __init__(self, out: TextIO | None = None) -> None:
+        out = out or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
         self.out = out
         self.terminal = out.isatty() and os.environ.get("TERM") != "dumb"
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
@@ -64,10 +67,26 @@ class Progress:
         self._counts: dict[str, int] = {}
         self._drawn_at = 0.0
         self._name = view["name"]
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        if display.terminal:  # time passes while nothing happens, and a person wants to see it
+            threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(TICK_S):
+            with self._lock:
+                self._draw(time.time())
 
     def event(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._event(event)
+
+    def _event(self, event: dict[str, Any]) -> None:
         if event["type"] == "task":
             self._task(event)
+        if event["type"] == "interrupted":
+            self._note(event["reason"], "retrying")
+            return
         final = bool(event.get("final"))
         if self._display.terminal:
             if final or time.monotonic() - self._drawn_at >= BAR_S:
@@ -121,5 +140,7 @@ class Progress:
         self._display.out.flush()
 
     def close(self) -> None:
-        if self._display.terminal and self._drawn_at:
-            self._display.say()
+        self._closed.set()
+        with self._lock:
+            if self._display.terminal and self._drawn_at:
+                self._display.say()

@@ -56,6 +56,11 @@ def up(options: Options, display: Display) -> int:
         )
         return 1
     _write_pid(lock)
+    running = [peer for peer in local.peers() if local.alive(peer)]
+    if running:
+        which = ", ".join(f"{Path(p['data']).name} (pid {p['pid']})" for p in running)
+        display.error(f"running already: {which}; `valence down` stops them")
+        return 1
     if options.fresh:
         from peer.attempt import remove_tree
 
@@ -234,7 +239,8 @@ class _Supervisor:
             ended = self._reap()
             if ended:
                 directory, how = ended[0]
-                self._tell(f"{directory.name} {how} while starting: see {directory}/peer.log", True)
+                why = _last_line(directory / "peer.log")
+                self._tell(f"{directory.name} {how} while starting: {why}", True)
                 return False
             for pid, directory in list(wanted.items()):
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -306,6 +312,13 @@ class _Supervisor:
         return code
 
 
+def _last_line(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"see {path}"
+    return f"see {path}"
+
+
 def _free_port(wanted: int = 0) -> int:
     """A port free for both UDP and TCP; the wanted one if it is."""
     for candidate in (wanted, 0, 0, 0, 0) if wanted else (0,) * 5:
@@ -324,14 +337,26 @@ def _free_port(wanted: int = 0) -> int:
 
 def down(display: Display) -> int:
     pid = local.supervisor()
-    if pid is None:
+    singles = [int(peer["pid"]) for peer in local.peers() if local.alive(peer)]
+    if pid is None and not singles:
         display.say("No local cluster is running.")
         return 0
-    os.kill(pid, signal.SIGTERM)
+    if pid is not None:
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S_MAX + 5
-    while local.supervisor() == pid:
+    while pid is not None and local.supervisor() == pid:
         if time.monotonic() > deadline:
             display.error(f"the cluster (pid {pid}) is still stopping")
+            return 1
+        time.sleep(0.05)
+    # peers that were started again by hand have no supervisor
+    for peer in local.peers():
+        if local.alive(peer):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(peer["pid"]), signal.SIGINT)
+    while any(local.alive(peer) for peer in local.peers()):
+        if time.monotonic() > deadline:
+            display.error("some peers are still stopping")
             return 1
         time.sleep(0.05)
     display.say("The local cluster is down.")

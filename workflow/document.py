@@ -103,6 +103,9 @@ class _Reader:
             if isinstance(shell.get(key), dict):
                 shell[key] = {"x": {}} if shell[key] else {}
         self._valid(WorkflowDocument, shell, ())
+        name = value.get("name")
+        if isinstance(name, str) and not name.isprintable():
+            self.problems.add(("name",), "a name has no line breaks or control characters")
         strategy = value.get("strategy", "auto")
         if isinstance(strategy, str) and strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -380,6 +383,8 @@ def _message(found: Any, model: type[BaseModel]) -> str:
         return _unknown("key", str(loc[-1]), list(model.model_fields))
     if kind == "missing":
         return "this key is missing"
+    if kind == "too_short":
+        return "at least 1 entry is needed"
     if kind == "value_error":
         return str(found["ctx"]["error"])
     message = str(found["msg"])

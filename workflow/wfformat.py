@@ -56,8 +56,8 @@ def parse(value: dict[str, Any], time_scale: float = 1.0, size_scale: float = 1.
     if len(recorded) > TASKS_MAX:
         problems.add(("workflow",), f"at most {TASKS_MAX:,} tasks are read")
     problems.check()
-    name = value.get("name")
-    return _build(str(name or "instance")[:200], recorded, time_scale, size_scale, problems)
+    name = "".join(c for c in str(value.get("name") or "instance") if c.isprintable())
+    return _build(name[:200] or "instance", recorded, time_scale, size_scale, problems)
 
 
 class _Reader:
