@@ -279,6 +279,5 @@ def test_ls_says_whose_workflows_are_missing(own_cluster) -> None:
     workflow.wait()
     cluster.kill(home["id"])
     wait_for(lambda: home["id"][:8] in cluster.cli("ls").stderr, 20)
-    done = cluster.cli("status", workflow.id)
-    assert done.returncode == 1
-    assert "which is down" in done.stderr
+    wait_for(lambda: "which is down" in cluster.cli("status", workflow.id).stderr, 20)
+    assert cluster.cli("status", workflow.id).returncode == 1

@@ -220,7 +220,8 @@ def test_never_more_than_there_is() -> None:
     peer = admission()
     grant = peer.reserve(HOME, room(count=9), 0.0)
     assert len(grant.leases) == 4
-    assert "busy" in grant.refusal
+    assert "no room for more" in grant.refusal
+    assert "busy" in peer.reserve(b"x" * 20, room(), 0.0).refusal
     assert not peer.reserve(b"x" * 20, room(), 0.0).leases
     peer.sanity_check()
 
