@@ -23,8 +23,9 @@ from protocols.rpc import Rpc
 from workflow.plan import levels
 
 from . import api, events
-from .home import Home, deadline_at
+from .home import Home
 from .run import FINAL, STATES, AttemptState, Run, TaskState
+from .work import deadline_at
 
 TASKS_PER_PAGE_MAX = 1000
 EVENTS_PER_PAGE_MAX = 2000

@@ -33,7 +33,8 @@ from workflow.problems import DocumentError
 from . import api
 from .answers import Answers, Problem
 from .database import DatabaseError
-from .home import Home, new_id, read_document
+from .home import Home
+from .work import new_id, read_document
 
 log = logging.getLogger("valence.gateway")
 

@@ -17,15 +17,10 @@ import asyncio
 import json
 import logging
 import random
-import secrets
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
-from datetime import datetime
 from typing import Any
 
-import msgpack
-
-from protocols import messages
 from protocols.members import Members, State
 from protocols.messages import (
     Abort,
@@ -51,14 +46,14 @@ from protocols.messages import (
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
 from protocols.strategy import Placed, Placement, Strategy, Unit
-from workflow import document, quantities, tree, wfformat
-from workflow.model import Needs, Task, Workflow
+from workflow.model import Workflow
 
 from .blobs import BlobError, Blobs
 from .journal import Journal
 from .run import FINAL, Run, TaskState
 from .stage import Stage
 from .transfer import Transfer
+from .work import deadline_at, pack_arguments, read_document, size_bytes, wire_needs
 
 log = logging.getLogger("valence.home")
 
@@ -390,7 +385,7 @@ class Home:
             batch: list[Work] = []
             size = 0
             while works and len(batch) < COMMIT_WORKS_MAX:
-                size += _size(works[0])
+                size += size_bytes(works[0])
                 if batch and size > COMMIT_BYTES_MAX:
                     break
                 batch.append(works.pop(0))
@@ -784,72 +779,3 @@ def _value(run: Run, task: str) -> Value:
     if value is None:
         raise LookupError(f"the value of {task} is gone")
     return value
-
-
-def _size(work: Work) -> int:
-    """About how many bytes it takes in a message."""
-    values = [value for ref in work.references for value in ref.values]
-    return (
-        300
-        + len(work.arguments)
-        + sum(len(word) + 5 for word in work.command or ())
-        + sum(len(k) + len(v) + 10 for k, v in work.env)
-        + sum(len(value.data) + 150 for value in values)
-        + sum(len(file.name) + 120 for file in work.inputs)
-        + sum(len(name) + 5 for name in work.outputs)
-    )
-
-
-def pack_arguments(spec: Task) -> bytes:
-    packed: bytes = msgpack.packb([list(spec.args), dict(spec.kwargs)])
-    return packed
-
-
-def new_id() -> str:
-    return "w" + secrets.token_hex(8)
-
-
-def wire_needs(needs: Needs) -> messages.Needs:
-    return messages.Needs(
-        capacity=Capacity(
-            millicores=needs.millicores,
-            memory_bytes=needs.memory_bytes,
-            disk_bytes=needs.disk_bytes,
-            gpus=needs.gpus,
-        ),
-        arch=needs.arch,
-        os=needs.os,
-        site=needs.site,
-        speed=needs.speed,
-        labels=needs.labels,
-        software=needs.software,
-    )
-
-
-def deadline_at(run: Run) -> float | None:
-    """On the wall clock."""
-    text = run.workflow.deadline
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        pass
-    else:
-        return run.submitted_at + number
-    try:
-        return run.submitted_at + quantities.seconds(text)
-    except ValueError:
-        return datetime.fromisoformat(text).timestamp()
-
-
-def read_document(text: bytes, options: dict[str, object]) -> Workflow:
-    """As it was submitted: our own document, or a WfFormat instance with its scales."""
-    value, lines = tree.read(text)
-    if wfformat.is_instance(value):
-        return wfformat.parse(
-            value,
-            float(str(options.get("time_scale", 1.0))),
-            float(str(options.get("size_scale", 1.0))),
-        )
-    return document.from_value(value, lines)
