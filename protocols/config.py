@@ -44,7 +44,7 @@ class Config:
     probe_s: float = 1.0
     probe_timeout_s: float = 0.7
     indirect_probes: int = 3
-    suspicion_s: float = 2.5  # times log10(members) above ten: time for the suspect to object
+    suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
     forget_dead_s: float = 24 * 3600.0
     gossip_per_message: int = 5
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty

@@ -144,7 +144,7 @@ class Liveness:
 
     async def _ask(self, helper: Contact, target: Contact) -> bool:
         try:
-            wait_s = 2 * self._config.probe_timeout_s
+            wait_s = 1.5 * self._config.probe_timeout_s
             message = PingFor(target=target)
             answer = await self._rpc.call(helper, message, PingedFor, wait_s, probing=True)
         except CallFailed:
