@@ -205,7 +205,9 @@ class Answers:
     def _find(self, run: Run, name: str) -> TaskState:
         task = run.tasks.get(name)
         if task is None:
-            raise Problem(404, f"workflow {run.id} has no task {name}")
+            like = next((t.id for t in run.workflow.tasks.values() if t.template == name), "")
+            hint = f"; one of its `foreach` is {like}" if like else ""
+            raise Problem(404, f"workflow {run.id} has no task {name}{hint}")
         return task
 
     def _task(self, run: Run, arguments: dict[str, Any]) -> api.TaskView:

@@ -527,6 +527,8 @@ def test_the_command_lines_manners(cluster, tmp_path) -> None:
     assert "wc" not in cluster.cli("token").stdout
     shown = json.loads(cluster.cli("status", listed[0]["id"][:10], "--json").stdout)
     assert shown["id"] == listed[0]["id"]
+    many = submit(cluster, {"count": {"foreach": ["aa"], "command": ["true"]}})
+    assert "count[aa]" in cluster.cli("why", many.id, "count").stderr
     for done in (cluster.cli("status", "nosuch"), cluster.cli("logs", shown["id"], "nosuch")):
         assert "Traceback" not in done.stderr
     alone = {**cluster.environment, "VALENCE_HOME": str(tmp_path / "empty")}
