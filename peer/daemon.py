@@ -418,7 +418,11 @@ class Daemon:
         add("messages", "Messages sent, by kind", lambda: dict(counts.by_kind))
         add("link", "Datagrams and frames", lambda: dict(self.link.counts))
         add("home", "What this peer enacted", lambda: dict(self.home.counts))
-        add("executor", "What this peer ran", lambda: dict(self.executor.counts))
+        add(
+            "executor",
+            "What this peer ran",
+            lambda: {**self.executor.counts, "spawned": self.processes.spawned},
+        )
         add("transfer", "Bytes moved between peers", lambda: dict(self.transfer.counts))
         add("http", "HTTP answers by status", lambda: dict(self.http.counts))
         add(

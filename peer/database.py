@@ -80,10 +80,6 @@ class Database:
         with self._lock:
             return self._reader.execute(sql, values).fetchall()
 
-    async def read_later(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        """For what may be long: in a thread."""
-        return await asyncio.to_thread(self.read, sql, values)
-
     # ----------------------------------------------------------------- the writer's thread
 
     def _write_all(self) -> None:

@@ -59,7 +59,6 @@ class TaskState:
     attempts: list[AttemptState] = field(default_factory=list)
     won: Outcome | None = None
     holder: bytes = b""  # the peer that ran the winning attempt
-    reopened: int = 0
 
     def attempt(self, number: int) -> AttemptState | None:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
@@ -174,7 +173,6 @@ class Run:
         for name, reason in body["tasks"]:
             task = self.tasks[name]
             task.won, task.holder, task.reason = None, b"", reason
-            task.reopened += 1
             task.failures = 0
             self._set(task, "waiting")
             for child in self.children[name]:

@@ -37,6 +37,9 @@ class Config:
     records_max: int = 50_000
     owners_per_key_max: int = 256
     record_ttl_s: float = 600.0
+    # Each is looked up anew when it is republished. The oldest beyond this are left to expire:
+    # records are hints, and who needs one that is gone asks around.
+    published_max: int = 2000
     republish_s: float = 200.0  # three chances before a record expires
 
     # --- members and failure detection

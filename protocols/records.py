@@ -106,9 +106,12 @@ class Records:
         rpc.on(FetchRecords, self._fetch_records)
 
     async def publish(self, values: dict[bytes, bytes], version: int) -> None:
-        """Make these this peer's records, until `withdraw`."""
+        """Make these this peer's records, until `withdraw` or until many newer ones came."""
         for key, value in values.items():
+            self._mine.pop(key, None)  # the newest last
             self._mine[key] = (version, value)
+        while len(self._mine) > self._config.published_max:
+            del self._mine[next(iter(self._mine))]
         await self._send(list(values))
 
     async def withdraw(self, keys: list[bytes], version: int) -> None:

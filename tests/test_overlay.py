@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -408,6 +409,18 @@ def test_records_are_bounded() -> None:
     assert store.count == 256
     store.expire(11.0)
     assert store.count == 0
+
+
+def test_what_a_peer_publishes_is_bounded() -> None:
+    async def scenario() -> None:
+        (peer,) = await cluster(Network(1), 1, replace(LAN, published_max=5))
+        for number in range(9):
+            await peer.records.publish({key_of("home", str(number)): b"x"}, version=1)
+        kept = [n for n in range(9) if key_of("home", str(n)) in peer.records._mine]
+        assert kept == [4, 5, 6, 7, 8]
+        await peer.close()
+
+    run(scenario())
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

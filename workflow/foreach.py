@@ -17,7 +17,6 @@ from .problems import Path, Problems
 from .schema import TASKS_MAX
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w{0,50}")
-Scalar = str | int | float | bool
 
 
 def items(
