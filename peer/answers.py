@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -31,6 +31,10 @@ TASKS_PER_PAGE_MAX = 1000
 EVENTS_PER_PAGE_MAX = 2000
 FILES_PER_PAGE = 5000
 EVENT_WAIT_S_MAX = 15.0
+VALUES_PER_PAGE = 20_000
+VALUES_BYTES_MAX = 2 * 2**20
+SMALL_VALUES_MAX = 100
+SMALL_VALUES_BYTES_MAX = 16 * 1024
 
 
 class Problem(Exception):
@@ -45,7 +49,8 @@ class Problem(Exception):
         self.errors = errors or []
 
 
-Question = Callable[[Run, dict[str, Any]], BaseModel | Awaitable[BaseModel]]
+Found = BaseModel | bytes  # bytes: JSON already
+Question = Callable[[Run, dict[str, Any]], Found | Awaitable[Found]]
 
 
 class Answers:
@@ -56,6 +61,7 @@ class Answers:
         self._questions: dict[str, Question] = {
             "workflow": self._workflow,
             "tasks": self._tasks,
+            "values": self._values,
             "task": self._task,
             "log": self._log,
             "events": self._events,
@@ -77,9 +83,9 @@ class Answers:
         if run is None:
             raise Problem(404, f"there is no workflow {id}")
         found = self._questions[question](run, arguments)
-        if not isinstance(found, BaseModel):
+        if not isinstance(found, BaseModel | bytes):
             found = await found
-        return found.model_dump_json().encode()
+        return found if isinstance(found, bytes) else found.model_dump_json().encode()
 
     async def _asked(self, sender: Contact, message: Ask) -> Answer:
         if message.question not in self._questions:
@@ -115,7 +121,14 @@ class Answers:
 
     # ----------------------------------------------------------------- questions
 
-    def _workflow(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
+    async def _workflow(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
+        """As it is; with `wait_s`, as it is in the end, if that comes in time."""
+        wait_s = min(EVENT_WAIT_S_MAX, float(arguments.get("wait_s") or 0))
+        if wait_s:
+            await self._home.ended(run, wait_s)
+        return self._view(run)
+
+    def _view(self, run: Run) -> api.WorkflowView:
         deadline = deadline_at(run)
         end = run.ended_at if run.ended_at is not None else self._clock()
         failed = (t for t in run.tasks.values() if t.state == "failed")
@@ -138,7 +151,7 @@ class Answers:
             home=self._me,
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
-            values=self._values(run),
+            values=self._small_values(run),
             waiting=self._waiting(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
         )
@@ -152,22 +165,40 @@ class Answers:
             for t, _ in zip(pending, range(5), strict=False)
         ]
 
-    def _values(self, run: Run) -> list[str]:
-        taken = {
-            name
-            for task in run.workflow.tasks.values()
-            for ref in task.references.values()
-            for name in ref.tasks
-        }
-        found = []
-        for task in run.workflow.tasks.values():
-            won = run.tasks[task.id].won
-            value = won.value if won is not None and task.id not in taken else None
-            if value is not None and value.encoding == "json" and value.file is None:
-                found.append(task.id)
-            if len(found) == 100:
+    def _small_values(self, run: Run) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if not run.over:
+            return found
+        left = SMALL_VALUES_BYTES_MAX
+        for name, data in self._final_values(run, run.tasks):
+            left -= len(data)
+            if left < 0 or len(found) == SMALL_VALUES_MAX:
                 break
+            found[name] = json.loads(data)
         return found
+
+    def _final_values(self, run: Run, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """Of calls whose value no other task takes, and JSON can say."""
+        for name in names:
+            won = run.tasks[name].won
+            value = won.value if won is not None else None
+            if value is None or value.encoding != "json" or value.file is not None:
+                continue
+            if name not in run.taken:
+                yield name, value.data
+
+    def _values(self, run: Run, arguments: dict[str, Any]) -> bytes:
+        """Put together as they came: ten thousand values are not read and written again."""
+        names = list(run.tasks)
+        start = int(arguments.get("start") or 0)
+        rows: list[bytes] = []
+        size = 0
+        for name, data in self._final_values(run, names[start:]):
+            if rows and (len(rows) == VALUES_PER_PAGE or size + len(data) > VALUES_BYTES_MAX):
+                return b'{"values":{%s},"next":%d}' % (b",".join(rows), names.index(name))
+            rows.append(b"%s:%s" % (json.dumps(name).encode(), data))
+            size += len(data)
+        return b'{"values":{%s},"next":null}' % b",".join(rows)
 
     def _row(self, task: TaskState) -> dict[str, Any]:
         last = task.attempts[-1] if task.attempts else None
@@ -292,7 +323,7 @@ class Answers:
             raise Problem(409, f"workflow {run.id} has {run.state} already")
         done = await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
         assert done is not None
-        return self._workflow(done, {})
+        return self._view(done)
 
     def _file_view(self, run: Run, name: str) -> api.FileView:
         file = run.file(name)

@@ -80,8 +80,10 @@ class WorkflowView(BaseModel):
     home: str
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
-    values: list[str] = Field(
-        default=[], description="calls whose value no other task takes (the first 100)"
+    values: dict[str, Any] = Field(
+        default={},
+        description="when it is over: what the first calls returned whose value no other task"
+        " takes, if it is small; all are at …/values",
     )
     waiting: list[Failure] = Field(
         default=[], description="ready tasks that no peer has taken yet, the first five"
@@ -162,6 +164,11 @@ class TaskView(TaskRow):
 class TaskPage(BaseModel):
     tasks: list[TaskRow]
     next: str | None = Field(description="pass as `after` for the next page")
+
+
+class ValuePage(BaseModel):
+    values: dict[str, Any] = Field(description="by task; those of calls that no other task takes")
+    next: int | None = Field(description="pass as `start` for the next page")
 
 
 class LogView(BaseModel):

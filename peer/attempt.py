@@ -14,10 +14,11 @@ import secrets
 import shutil
 import stat
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from protocols.messages import File, Outcome, Value, Work
+from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value, Work
 from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 
@@ -28,6 +29,7 @@ from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
 MEMORY_CHECK_S = 0.5
+WORKER_DIED = "the worker process died during the call"
 
 
 class TaskFailed(Exception):
@@ -61,11 +63,31 @@ class Attempt:
         self._blobs = blobs
         self._transfer = transfer
         self._log_bytes_max = log_bytes_max
+        self._left = False  # something of it is on disk
+
+    @property
+    def plain(self) -> bool:
+        """A call without files: it needs a worker, and nothing else."""
+        work = self.work
+        if work.call is None or work.inputs or work.outputs or work.needs.capacity.memory_bytes:
+            return False
+        return not any(v.file for ref in work.references for v in ref.values)
 
     async def run(self) -> dict[str, object]:
         """What an `Outcome` says of it besides its times; always cleans up."""
+        return await self._told(self._run())
+
+    async def take(self, answer: dict[str, Any]) -> dict[str, object]:
+        """The same, of a call that a worker has answered."""
+        return await self._told(self._taken(answer))
+
+    async def _taken(self, answer: dict[str, Any]) -> dict[str, object]:
+        await self._answered(answer)
+        return {**self.result, "kind": "ok"}
+
+    async def _told(self, work: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
         try:
-            return await self._run()
+            return await work
         except TaskFailed as error:
             found = {"kind": "failed", "reason": str(error)[:2000], "exit_code": error.exit_code}
             return {**self.result, **found}
@@ -78,7 +100,7 @@ class Attempt:
             reason = f"{error.strerror}: {Path(error.filename).name if error.filename else ''}"
             return {**self.result, "kind": "returned", "reason": reason}
         finally:
-            if self._home.exists() or self._log.exists() or self._value.exists():
+            if self._left:
                 await asyncio.to_thread(self._clean)
 
     async def _run(self) -> dict[str, object]:
@@ -90,14 +112,15 @@ class Attempt:
             gone = [file.name for file in needed if file.hash not in self._blobs]
             if gone:
                 raise PeerFailed(f"{gone[0]} was evicted before the others had come")
-            if work.command is not None:
+            nested = work.inputs or any("/" in name for name in work.outputs)
+            if nested or (work.call is not None and work.outputs):
+                self._left = True
                 await asyncio.to_thread(self._lay_out, self._sources())
+            if work.command is not None:
                 await self._command(work.command)
             else:
-                if work.inputs or work.outputs:
-                    await asyncio.to_thread(self._lay_out, self._sources())
                 await self._call()
-        outputs = await self._collect()
+        outputs = await self._collect() if work.outputs else ()
         return {**self.result, "kind": "ok", "outputs": outputs}
 
     async def _fetch(self, files: list[File]) -> None:
@@ -140,14 +163,16 @@ class Attempt:
     # ----------------------------------------------------------------- commands
 
     async def _command(self, command: tuple[str, ...]) -> None:
+        new = not self._left
+        self._left = True
         id, exit = self._processes.spawn(
             command,
             self._home,
+            new,
             self._environment(),
             self._log,
             self._log_bytes_max,
             self._blobs.blob_bytes_max,
-            self._home.name,
         )
         try:
             reason = await self._watch(id, exit)
@@ -156,9 +181,9 @@ class Attempt:
         except asyncio.CancelledError:
             await self._processes.end(id, exit)
             raise
-        finally:
-            await self._keep_log()
         ended = exit.result()
+        self._left = not (ended.removed and ended.log is not None)
+        await self._keep_log(ended.log)
         self.result["max_rss_bytes"] = ended.max_rss_bytes
         self.result["log_truncated"] = ended.log_truncated
         if reason:
@@ -184,7 +209,7 @@ class Attempt:
             if limit_s is not None and loop.time() - start >= limit_s:
                 await self._processes.end(id, exit)
                 await _known(exit)
-                return f"it ran longer than its time-out of {show_seconds(limit_s)}"
+                return too_long(self.work)
             if memory:
                 used = await self._processes.usage(id)
                 if used > memory:
@@ -196,65 +221,80 @@ class Attempt:
         exit.result()
         return ""
 
-    async def _keep_log(self) -> None:
+    async def _keep_log(self, held: bytes | None) -> None:
         """The end of it travels with the outcome; all of it, where longer, is a blob."""
-        try:
-            size = self._log.stat().st_size
-        except FileNotFoundError:
+        if held is None:
+            data = await asyncio.to_thread(_tail, self._log)
+        elif not held:
             return
-        if not size:
-            return
-        data = await asyncio.to_thread(_tail, self._log)
+        else:
+            data = held.decode("utf-8", "replace")
         self.result["log_tail"] = data[-LOG_TAIL_CHARS:]
-        if size > LOG_TAIL_CHARS:
+        if held is None or len(held) > LOG_TAIL_CHARS:
             with contextlib.suppress(BlobError):
-                hash, size = await self._blobs.adopt(self._log)
+                if held is None:
+                    hash, size = await self._blobs.adopt(self._log)
+                else:
+                    hash, size = await self._blobs.put(held), len(held)
                 self.result["log"] = File(name="log", hash=hash, size=size)
 
     # ----------------------------------------------------------------- calls
 
-    async def _call(self) -> None:
+    def request(self) -> dict[str, Any]:
         work = self.work
-        memory = work.needs.capacity.memory_bytes
-        request = {
+        return {
             "call": work.call,
             "arguments": work.arguments,
             "references": [
                 [ref.name, ref.many, [self._value_row(v) for v in ref.values]]
                 for ref in work.references
             ],
-            "cwd": str(self._home) if self._home.exists() else "",
-            "env": self._environment() if self._home.exists() else dict(work.env),
+            "cwd": str(self._home) if self._left else "",
+            "env": self._environment() if self._left else dict(work.env),
             "value_path": str(self._value),
             "log_bytes_max": self._log_bytes_max,
         }
+
+    async def _call(self) -> None:
+        work = self.work
+        memory = work.needs.capacity.memory_bytes
+        request = self.request()
         worker = await self._processes.worker()
         try:
             async with asyncio.timeout(work.timeout_s):
                 answer = await self._answer(worker, request, memory)
         except TimeoutError:
             self._processes.discard(worker)
-            limit = show_seconds(work.timeout_s or 0.0)
-            raise TaskFailed(f"it ran longer than its time-out of {limit}") from None
+            raise TaskFailed(too_long(work)) from None
         except (EOFError, OSError):
             self._processes.discard(worker)
-            raise TaskFailed("the worker process died during the call") from None
+            raise TaskFailed(WORKER_DIED) from None
         except BaseException:
             self._processes.discard(worker)
             raise
         self._processes.give_back(worker)
-        if answer.get("log"):
-            self._log.write_bytes(answer["log"])
-            self.result["log_truncated"] = answer["truncated"]
-            await self._keep_log()
+        await self._answered(answer)
+
+    def short(self, answer: dict[str, Any]) -> dict[str, object] | None:
+        """What became of it, if there is nothing to move or to write; else `take` it."""
+        if not answer["ok"] or answer.get("log") or answer.get("path"):
+            return None
+        value = Value(answer.get("encoding", ""), answer.get("data", b""))
+        return {"kind": "ok", "value": value}
+
+    async def _answered(self, answer: dict[str, Any]) -> None:
+        log = answer.get("log")
+        if isinstance(log, bytes) and log:
+            self.result["log_truncated"] = answer.get("truncated") is True
+            await self._keep_log(log)
         if not answer["ok"]:
-            raise TaskFailed(str(answer["error"]))
+            raise TaskFailed(str(answer.get("error")))
         file = None
         if answer.get("path"):
+            self._left = True
             hash, size = await self._blobs.adopt(self._value)
             file = File(name="value", hash=hash, size=size)
-        data = answer["data"]
-        self.result["value"] = Value(encoding=answer["encoding"], data=data, file=file)
+        self.result["value"] = Value(answer.get("encoding", ""), answer.get("data", b""), file)
 
     async def _answer(self, worker: Worker, request: dict[str, Any], memory: int) -> dict[str, Any]:
         if not memory:
@@ -352,14 +392,13 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def outcome(work: Work, found: dict[str, object], times: tuple[float, float, float]) -> Outcome:
+def too_long(work: Work) -> str:
+    return f"it ran longer than its time-out of {show_seconds(work.timeout_s or 0.0)}"
+
+
+def outcome(work: Work, found: dict[str, Any], times: tuple[float, float, float]) -> Outcome:
     queued_at, started_at, ended_at = times
-    return Outcome.model_validate(
-        {
-            "key": work.key,
-            "queued_at": queued_at,
-            "started_at": started_at,
-            "ended_at": ended_at,
-            **found,
-        }
+    made = Outcome(
+        key=work.key, queued_at=queued_at, started_at=started_at, ended_at=ended_at, **found
     )
+    return CHECKED_OUTCOME.validate_python(made)

@@ -18,7 +18,6 @@ from typing import Any
 import msgpack
 
 from protocols.admission import Admission
-from protocols.codec import wire_fields
 from protocols.config import PRESETS
 from protocols.liveness import Liveness
 from protocols.members import Members, State
@@ -359,7 +358,7 @@ class Daemon:
             return
         statements: list[tuple[str, tuple[Any, ...]]] = [("delete from peers", ())]
         for m in rows:
-            packed = msgpack.packb([m.contact.host, m.contact.port], default=wire_fields)
+            packed = msgpack.packb([m.contact.host, m.contact.port])
             statements.append(("insert into peers values (?, ?)", (m.contact.id, packed)))
         with contextlib.suppress(DatabaseError):
             await self.database.write(statements)  # type: ignore[arg-type]

@@ -30,10 +30,9 @@ create table if not exists entries (
     workflow text not null, seq integer not null, at real not null, kind text not null,
     body blob not null, primary key (workflow, seq)
 ) without rowid;
-create table if not exists outcomes (
-    workflow text not null, task text not null, number integer not null, home blob not null,
-    at real not null, body blob not null, primary key (workflow, task, number)
-) without rowid;
+create table if not exists outbox (
+    id integer primary key, home blob not null, at real not null, body blob not null
+);
 create table if not exists peers (id blob primary key, member blob not null) without rowid;
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from protocols.messages import Outcome
+from protocols.messages import AttemptKey, Outcome
 
 
 def of_entry(seq: int, at: float, kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -28,14 +28,15 @@ def _events(kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield _task(task, "running", number, peer=peer.hex())
     elif kind == "finished":
         for row, peer, verdict in body["outcomes"]:
-            ended = Outcome.model_validate(row)
+            ended = Outcome(*row)  # our own disk: it was checked before it was written
+            key = AttemptKey(*ended.key)
             state = "retrying" if verdict == "returned" else verdict
             more: dict[str, Any] = {"peer": peer.hex(), "seconds": _seconds(ended)}
             if ended.reason:
                 more["reason"] = ended.reason
             if ended.exit_code is not None:
                 more["exit_code"] = ended.exit_code
-            yield _task(ended.key.task, state, ended.key.number, **more)
+            yield _task(key.task, state, key.number, **more)
     elif kind == "lost":
         for task, number, reason, verdict, _ in body["attempts"]:
             yield _task(task, verdict, number, reason=reason)

@@ -3,7 +3,8 @@
 Rules:
 - Only `Admission` says what may run; every path that ends an attempt releases it there.
 - An outcome is on this peer's disk before it is reported, and stays until the home has said that
-  it is on *its* disk. Reports are repeated for ever, in batches, with back-off.
+  it is on *its* disk. Reports are repeated for ever, in batches, with back-off. (One for this very
+  peer goes straight to its home part: the journal is the same disk, and falls with this process.)
 - A key that is already here is never started again; after a restart nothing runs, so `Inquire`
   answers `unknown`, and the home places the attempt elsewhere.
 """
@@ -14,15 +15,15 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import msgpack
+from pydantic import ValidationError
 
 from protocols.admission import Admission
-from protocols.codec import wire_fields
 from protocols.members import Members
 from protocols.messages import (
     Abort,
@@ -46,10 +47,11 @@ from protocols.messages import (
 )
 from protocols.rpc import CallFailed, Rpc
 
-from .attempt import Attempt, outcome, remove_tree
+from .attempt import WORKER_DIED, Attempt, outcome, remove_tree, too_long
 from .blobs import Blobs
-from .database import Database, DatabaseError
-from .processes import Processes
+from .database import Database, DatabaseError, Statement
+from .processes import Processes, Reply, Worker
+from .run import read_outcome
 from .transfer import Transfer
 
 log = logging.getLogger("valence.executor")
@@ -59,6 +61,7 @@ REPORT_BYTES_MAX = 1 << 20
 ENCLOSED_BYTES_MAX = 16 * 1024
 ENCLOSED_TOTAL_BYTES_MAX = 64 * 1024
 REPORT_RETRY_S_MIN, REPORT_RETRY_S_MAX = 0.2, 5.0
+DELETE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -67,7 +70,19 @@ class _Held:
     home: bytes
     queued_at: float
     state: str  # queued, running or reporting
+    started_at: float = 0.0
     task: asyncio.Task[None] | None = None
+    # a plain call has no task of its own: the worker that runs it, and its time-out
+    worker: Worker | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """Outcomes that were written together, and go when the last of them is settled."""
+
+    id: int
+    left: int
 
 
 class Executor:
@@ -102,10 +117,16 @@ class Executor:
         remove_tree(self._directory)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._held: dict[AttemptKey, _Held] = {}
-        self._outbox: dict[bytes, dict[AttemptKey, bytes]] = {}
+        self._outbox: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
+        self._unsaved: list[tuple[_Held, Outcome]] = []
+        self._settled: list[int] = []  # rows to delete: there is no hurry
+        self._next_row = 1
+        self._saver: asyncio.Task[None] | None = None
         self._reporters: dict[bytes, asyncio.Task[None]] = {}
+        self._side: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()  # something ended, or was settled
         for kind, handler in (
             (Reserve, self._reserve),
             (ReturnLeases, self._return_leases),
@@ -118,10 +139,12 @@ class Executor:
 
     def load(self) -> None:
         """Outcomes that an earlier run of this peer did not get rid of."""
-        rows = self._database.read("select workflow, task, number, home, body from outcomes")
-        for workflow, task, number, home, body in rows:
-            key = AttemptKey(workflow=workflow, task=task, number=number)
-            self._outbox.setdefault(home, {})[key] = body
+        for id, home, body in self._database.read("select id, home, body from outbox"):
+            outcomes = [read_outcome(row) for row in msgpack.unpackb(body, use_list=False)]
+            row = _Row(id, len(outcomes))
+            self._next_row = max(self._next_row, id + 1)
+            for ended in outcomes:
+                self._outbox.setdefault(home, {})[ended.key] = ended, row
         for home in self._outbox:
             self._wake_reporter(home)
 
@@ -151,6 +174,7 @@ class Executor:
             self._held[key] = _Held(work, sender.id, self._clock(), "queued")
             if verdict == "run":
                 self._start(key)
+        self.counts["works"] += len(message.works)
         self._advance()  # room may have come free between the lease and this
         return Committed(refused=tuple(refused))
 
@@ -168,13 +192,20 @@ class Executor:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """For what changes by itself. One that is set for earlier stays: it looks again then."""
         at = self._admission.next_event_at()
-        if at is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(at, loop.time() + 0.01), self._advance)
+        if at is None:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(max(at, loop.time() + 0.01), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._advance()
 
     def _hand_back(self, unit: Hashable, reason: str) -> None:
         key = cast(AttemptKey, unit)
@@ -182,19 +213,14 @@ class Executor:
         if held is not None and held.state == "queued":
             self._admission.release(key)
             self.counts["handed_back"] += 1
-            held.state = "reporting"
-            self._spawn_finish(held, {"kind": "returned", "reason": reason}, 0.0)
+            self._keep(held, {"kind": "returned", "reason": reason})
 
     # ----------------------------------------------------------------- running
 
     def _start(self, key: AttemptKey) -> None:
         held = self._held[key]
         held.state = "running"
-        held.task = asyncio.ensure_future(self._run(held))
-
-    async def _run(self, held: _Held) -> None:
-        key = held.work.key
-        started_at = self._clock()
+        held.started_at = self._clock()
         attempt = Attempt(
             held.work,
             self._directory,
@@ -203,58 +229,145 @@ class Executor:
             self._transfer,
             self._log_bytes_max,
         )
+        worker = self._processes.idle_worker() if attempt.plain else None
+        if worker is None:
+            held.task = asyncio.ensure_future(self._run(held, attempt.run()))
+            return
+        held.worker = worker
+        limit_s = held.work.timeout_s
+        if limit_s is not None:
+            loop = asyncio.get_running_loop()
+            held.timer = loop.call_later(limit_s, self._out_of_time, held)
+        worker.send(attempt.request(), lambda reply: self._replied(held, attempt, reply))
+
+    def _replied(self, held: _Held, attempt: Attempt, reply: Reply) -> None:
+        worker = self._part_from_worker(held)
+        if worker is None:
+            return  # it was ended, by who saw to the rest too
+        if reply is None:
+            self._processes.discard(worker)
+            self._ended(held, {"kind": "failed", "reason": WORKER_DIED})
+            return
+        self._processes.give_back(worker)
+        short = attempt.short(reply)
+        if short is None:
+            held.task = asyncio.ensure_future(self._run(held, attempt.take(reply)))
+        else:
+            self._ended(held, short)
+
+    def _part_from_worker(self, held: _Held) -> Worker | None:
+        worker, held.worker = held.worker, None
+        if held.timer is not None:
+            held.timer.cancel()
+        return worker
+
+    def _out_of_time(self, held: _Held) -> None:
+        worker = self._part_from_worker(held)
+        if worker is not None:
+            self._processes.discard(worker)
+            self._ended(held, {"kind": "failed", "reason": too_long(held.work)})
+
+    async def _run(self, held: _Held, work: Coroutine[Any, Any, dict[str, object]]) -> None:
         try:
-            found = await attempt.run()
+            found = await work
         except asyncio.CancelledError:
-            self._held.pop(key, None)
-            self.counts["aborted"] += 1
+            if self._held.pop(held.work.key, None) is not None:
+                self._admission.release(held.work.key)
+                self.counts["aborted"] += 1
+                self._news.set()
+                self._advance()
             raise
         except Exception as error:
-            log.exception("attempt %s", key)
+            log.exception("attempt %s", held.work.key)
             found = {"kind": "returned", "reason": f"an error in the peer: {error!r}"[:2000]}
-        finally:
-            self._admission.release(key)
-            self._advance()
-        held.state = "reporting"
+        self._ended(held, found)
+
+    def _ended(self, held: _Held, found: dict[str, object]) -> None:
+        self._admission.release(held.work.key)
         self.counts[f"attempts_{found['kind']}"] += 1
-        await self._finish(held, found, started_at)
+        self._keep(held, found)
+        self._advance()
 
-    def _spawn_finish(self, held: _Held, found: dict[str, object], started_at: float) -> None:
-        held.task = asyncio.ensure_future(self._finish(held, found, started_at))
+    # ----------------------------------------------------------------- keeping
 
-    async def _finish(self, held: _Held, found: dict[str, object], started_at: float) -> None:
-        try:
-            await self._keep(held, found, started_at)
-        except Exception:  # without an outcome `Inquire` says unknown, and it is placed again
-            log.exception("the outcome of %s", held.work.key)
-        finally:
-            self._held.pop(held.work.key, None)
-
-    async def _keep(self, held: _Held, found: dict[str, object], started_at: float) -> None:
+    def _keep(self, held: _Held, found: dict[str, object]) -> None:
         """To disk, then to the outbox. Only what is on disk is reported."""
-        key = held.work.key
-        ended = outcome(held.work, found, (held.queued_at, started_at, self._clock()))
-        ended = await self._enclose(ended, held.home)
-        body = pack_outcome(ended)
-        row = (key.workflow, key.task, key.number, held.home, self._clock(), body)
-        delay_s = 0.1
-        while True:
-            try:
-                await self._database.write(
-                    [("insert or replace into outcomes values (?, ?, ?, ?, ?, ?)", row)]
-                )
-                break
-            except DatabaseError as error:
-                log.error("an outcome can't be written, trying again: %s", error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(10.0, delay_s * 2)
-        self._outbox.setdefault(held.home, {})[key] = body
+        held.state = "reporting"
+        times = (held.queued_at, held.started_at, self._clock())
+        try:
+            ended = outcome(held.work, found, times)
+        except ValidationError as error:
+            log.error("the outcome of %s: %s", held.work.key, error)
+            reason = f"what it left can't be told: {error.errors()[0]['msg']}"[:2000]
+            ended = outcome(held.work, {"kind": "failed", "reason": reason}, times)
+        if held.home == self._rpc.me.id:
+            self._post(held, ended, None)
+        elif ended.outputs:
+            held.task = asyncio.ensure_future(self._save_with_files(held, ended))
+        else:
+            self._save(held, ended)
+
+    def _post(self, held: _Held, ended: Outcome, row: _Row | None) -> None:
+        self._outbox.setdefault(held.home, {})[ended.key] = ended, row
+        self._held.pop(ended.key, None)
+        self._news.set()
         self._wake_reporter(held.home)
 
-    async def _enclose(self, ended: Outcome, home: bytes) -> Outcome:
+    async def _save_with_files(self, held: _Held, ended: Outcome) -> None:
+        try:
+            ended = await self._enclose(ended)
+        except Exception:
+            log.exception("the files of %s do not travel along", held.work.key)
+        self._save(held, ended)
+
+    def _save(self, held: _Held, ended: Outcome) -> None:
+        self._unsaved.append((held, ended))
+        if self._saver is None or self._saver.done():
+            self._saver = asyncio.ensure_future(self._save_all())
+
+    async def _save_all(self) -> None:
+        """What ended while the disk was busy shares the next write: a row for each home."""
+        delay_s = 0.1
+        while self._unsaved:
+            batch, self._unsaved = self._unsaved, []
+            by_home: dict[bytes, list[tuple[_Held, Outcome]]] = {}
+            for held, ended in batch:
+                by_home.setdefault(held.home, []).append((held, ended))
+            statements = self._take_deletes()
+            rows = []
+            for home, found in by_home.items():
+                row = _Row(self._next_row, len(found))
+                self._next_row += 1
+                rows.append((row, found))
+                body = msgpack.packb([ended for _, ended in found])
+                values = (row.id, home, self._clock(), body)
+                statements.append(("insert into outbox values (?, ?, ?, ?)", values))
+            while True:
+                try:
+                    await self._database.write(statements)
+                    break
+                except DatabaseError as error:
+                    log.error("outcomes can't be written, trying again: %s", error)
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(10.0, delay_s * 2)
+            delay_s = 0.1
+            for row, found in rows:
+                for held, ended in found:
+                    self._post(held, ended, row)
+
+    def _take_deletes(self) -> list[Statement]:
+        """For rows whose outcomes are all at home. Late is early enough: once more does no harm."""
+        found, self._settled = self._settled, []
+        return [("delete from outbox where id = ?", (id,)) for id in found]
+
+    async def _delete(self) -> None:
+        try:
+            await self._database.write(self._take_deletes())
+        except DatabaseError as error:
+            log.error("outcomes can't be deleted: %s", error)
+
+    async def _enclose(self, ended: Outcome) -> Outcome:
         """Small outputs go along, so that the home has a copy before they count."""
-        if home == self._rpc.me.id:
-            return ended
         enclosed = []
         left = ENCLOSED_TOTAL_BYTES_MAX
         for file in ended.outputs[:256]:
@@ -266,7 +379,7 @@ class Executor:
                     continue
                 enclosed.append((file.hash, data))
                 left -= file.size
-        return ended.model_copy(update={"enclosed": tuple(enclosed)}) if enclosed else ended
+        return ended._replace(enclosed=tuple(enclosed))
 
     # ----------------------------------------------------------------- reporting
 
@@ -279,20 +392,18 @@ class Executor:
         delay_s = REPORT_RETRY_S_MIN
         box = self._outbox[home]
         while box:
-            batch, size = {}, 0
-            for key, body in box.items():
-                batch[key] = body
-                size += len(body)
+            batch: dict[AttemptKey, Outcome] = {}
+            size = 0
+            for key, (ended, _) in box.items():
+                batch[key] = ended
+                size += _size_bytes(ended)
                 if len(batch) >= REPORT_OUTCOMES_MAX or size >= REPORT_BYTES_MAX:
                     break
             contact = self._members.contact(home)
             try:
                 if contact is None:
                     raise CallFailed("its home is not known")
-                message = Report(
-                    outcomes=tuple(unpack_outcome(body) for body in batch.values()),
-                    free=self._admission.free,
-                )
+                message = Report.of(tuple(batch.values()), self._admission.free)
                 answer = await self._rpc.call(contact, message, Reported, 15.0)
             except CallFailed as error:
                 self.counts["reports_failed"] += 1
@@ -307,22 +418,27 @@ class Executor:
                 continue
             delay_s = REPORT_RETRY_S_MIN
             for key in settled:
-                box.pop(key, None)
+                _, row = box.pop(key, (None, None))
+                if row is not None:
+                    row.left -= 1
+                    if not row.left:
+                        self._settled.append(row.id)
             self._news.set()
-            try:
-                await self._database.write(
-                    [
-                        (
-                            "delete from outcomes where workflow = ? and task = ? and number = ?",
-                            (k.workflow, k.task, k.number),
-                        )
-                        for k in settled
-                    ]
-                )
-            except DatabaseError as error:  # it is reported once more after a restart: no harm
-                log.error("outcomes can't be deleted: %s", error)
+            if self._settled and self._sweep_timer is None:
+                loop = asyncio.get_running_loop()
+                self._sweep_timer = loop.call_later(DELETE_S, self._sweep)
         # no await between the last look into the box and this: a newcomer starts a new reporter
         del self._outbox[home], self._reporters[home]
+
+    def _sweep(self) -> None:
+        self._sweep_timer = None
+        if self._settled:  # else a write has taken them along
+            self._spawn(self._delete())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._side.add(task)
+        task.add_done_callback(self._side.discard)
 
     # ----------------------------------------------------------------- answering
 
@@ -331,13 +447,26 @@ class Executor:
             held = self._held.get(key)
             if held is None or held.home != sender.id:
                 continue
-            if held.state == "running" and held.task is not None:
-                held.task.cancel()
+            if held.state == "running":
+                self._end(held)
             elif held.state == "queued":
                 self._admission.release(key)
                 del self._held[key]
         self._advance()
         return Done()
+
+    def _end(self, held: _Held) -> None:
+        """Whatever runs for it; a task sees to the rest itself."""
+        if held.task is not None:
+            held.task.cancel()
+            return
+        worker = self._part_from_worker(held)
+        if worker is not None:
+            self._processes.discard(worker)
+            self._held.pop(held.work.key, None)
+            self._admission.release(held.work.key)
+            self.counts["aborted"] += 1
+            self._news.set()
 
     def _inquire(self, sender: Contact, message: Inquire) -> Inquired:
         def state(key: AttemptKey) -> str:
@@ -367,24 +496,25 @@ class Executor:
             self._hand_back(unit, "the peer is leaving")
         hurry = asyncio.ensure_future(self.hurry.wait())
         while self._held and self._now() < deadline and not self.hurry.is_set():
-            tasks: list[asyncio.Task[Any]] = [h.task for h in self._held.values() if h.task]
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
             await asyncio.wait(
-                [*tasks, hurry],
+                [news, hurry],
                 timeout=max(0.01, deadline - self._now()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            news.cancel()
         hurry.cancel()
-        running = [h for h in self._held.values() if h.state == "running" and h.task]
+        running = [h for h in self._held.values() if h.state == "running"]
         for held in running:
-            assert held.task is not None
-            held.task.cancel()
+            self._end(held)
         await asyncio.gather(*(h.task for h in running if h.task), return_exceptions=True)
         for held in running:
-            held.state = "reporting"
-            found: dict[str, object] = {"kind": "returned", "reason": "the peer is leaving"}
-            await self._finish(held, found, 0.0)
+            held.started_at = 0.0
+            self._held[held.work.key] = held
+            self._keep(held, {"kind": "returned", "reason": "the peer is leaving"})
         last = self._now() + 1.0 + grace_s / 10
-        while self._outbox and self._now() < last:
+        while (self._outbox or self._unsaved) and self._now() < last:
             self._news.clear()
             try:
                 async with asyncio.timeout_at(last):
@@ -393,9 +523,15 @@ class Executor:
                 break
 
     async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        tasks = [h.task for h in self._held.values() if h.task] + list(self._reporters.values())
+        for timer in (self._timer, self._sweep_timer):
+            if timer is not None:
+                timer.cancel()
+        for held in list(self._held.values()):
+            self._part_from_worker(held)
+        tasks = [h.task for h in self._held.values() if h.task]
+        tasks += [*self._reporters.values(), *self._side]
+        if self._saver is not None:
+            tasks.append(self._saver)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -405,10 +541,9 @@ class Executor:
         return asyncio.get_running_loop().time()
 
 
-def pack_outcome(ended: Outcome) -> bytes:
-    packed: bytes = msgpack.packb(ended, default=wire_fields)
-    return packed
-
-
-def unpack_outcome(body: bytes) -> Outcome:
-    return Outcome.model_validate(msgpack.unpackb(body, use_list=False))
+def _size_bytes(ended: Outcome) -> int:
+    """About how many bytes it takes in a message."""
+    value = len(ended.value.data) if ended.value else 0
+    files = sum(len(file.name) + 60 for file in ended.outputs)
+    enclosed = sum(len(data) for _, data in ended.enclosed)
+    return 200 + len(ended.log_tail) + len(ended.reason) + value + files + enclosed

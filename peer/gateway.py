@@ -42,6 +42,9 @@ HOMES_REMEMBERED = 10_000
 ASK_TIMEOUT_S = 5.0
 EVENTS_TIMEOUT_S = 25.0  # they are waited for
 FAN_OUT = 64
+#: a document so short is read at once: a thread would take longer to begin. (A `foreach` over a
+#: large count is short too, and is why this is no more.)
+INLINE_BYTES_MAX = 4096
 
 
 class Gateway:
@@ -63,9 +66,12 @@ class Gateway:
     # ----------------------------------------------------------------- one workflow
 
     async def ask(self, id: str, question: str, **arguments: Any) -> Any:
-        """The home's answer, wherever it is; or `Problem`."""
+        return json.loads(await self.ask_raw(id, question, **arguments))
+
+    async def ask_raw(self, id: str, question: str, **arguments: Any) -> bytes:
+        """The home's answer, JSON, wherever it is; or `Problem`."""
         if self._answers.knows(id):
-            return json.loads(await self._answers.answer(id, question, arguments))
+            return await self._answers.answer(id, question, arguments)
         home = await self._find(id)
         if home is None:
             raise Problem(404, f"there is no workflow {id}")
@@ -78,15 +84,14 @@ class Gateway:
             )
         message = Ask(workflow=id, question=question, arguments=msgpack.packb(arguments))
         try:
-            limit_s = EVENTS_TIMEOUT_S if question == "events" else ASK_TIMEOUT_S
+            limit_s = EVENTS_TIMEOUT_S if "wait_s" in arguments else ASK_TIMEOUT_S
             answer = await self._rpc.call(member.contact, message, Answer, limit_s)
         except CallFailed as error:
             self._homes.pop(id, None)
             raise Problem(503, f"the home of workflow {id} does not answer: {error}") from None
-        body = json.loads(answer.body)
         if answer.status != 200:
-            raise Problem(answer.status, body["detail"])
-        return body
+            raise Problem(answer.status, json.loads(answer.body)["detail"])
+        return answer.body
 
     async def _find(self, id: str) -> bytes | None:
         known = self._homes.get(id)
@@ -126,12 +131,13 @@ class Gateway:
 
     # ----------------------------------------------------------------- submitting
 
-    async def submit(
-        self, text: bytes, options: dict[str, Any], owner: str
-    ) -> tuple[dict[str, Any], bool]:
-        """The workflow's view, and whether it is new."""
+    async def submit(self, text: bytes, options: dict[str, Any], owner: str) -> tuple[str, bool]:
+        """The workflow's id, and whether it is new."""
         try:
-            workflow = await asyncio.to_thread(read_document, text, options)
+            if len(text) <= INLINE_BYTES_MAX:
+                workflow = read_document(text, options)
+            else:
+                workflow = await asyncio.to_thread(read_document, text, options)
         except DocumentError as error:
             errors = [
                 api.FieldProblem(pointer=p.place, message=p.message, line=p.line)
@@ -149,7 +155,8 @@ class Gateway:
             id = f"w{digest[:16]}"
             options["document"] = hashlib.sha256(text).hexdigest()
             try:
-                return await self._same(id, options), False
+                await self._same(id, options)
+                return id, False
             except Problem as problem:
                 if problem.status != 404:
                     raise
@@ -162,20 +169,19 @@ class Gateway:
                 422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
             ) from None
         except sqlite3.IntegrityError:  # the same key, a moment ago
-            return await self._same(id, options), False
+            await self._same(id, options)
+            return id, False
         except DatabaseError as error:
             raise Problem(507, f"it can't be written to disk: {error}") from None
-        return await self.ask(run.id, "workflow"), True
+        return run.id, True
 
-    async def _same(self, id: str, options: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = await self.ask(id, "workflow")
+    async def _same(self, id: str, options: dict[str, Any]) -> None:
         first = await self.ask(id, "document")
         if first["hash"] != options["document"]:
             raise Problem(
                 422,
                 "this Idempotency-Key was used for another document; use a new key for this one",
             )
-        return found
 
     # ----------------------------------------------------------------- listing
 

@@ -3,8 +3,10 @@
 Rules:
 - Decide, apply in memory, append to the journal; act outside (answer, commit, acknowledge) only
   when the entry is on disk. A home killed between any two lines goes on from what it wrote.
-- Every attempt has a number, journaled with its peer before the peer is told to run it. The first
-  result of a task that is committed wins, whichever attempt it came from; all others are ignored.
+- Every attempt has a number, journaled with its peer before another peer is told to run it. (What
+  this very peer runs falls with it and leaves nothing behind: its work does not wait for the disk.)
+  The first result of a task that is committed wins, whichever attempt it came from; all others are
+  ignored.
 - An attempt that was given away ends by its report, by its peer's death, or by the peer saying that
   it knows nothing of it (`Inquire`, asked whenever there is doubt): two sides never disagree for
   long about whether a task runs.
@@ -14,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -23,6 +26,7 @@ from typing import Any
 
 from protocols.members import Members, State
 from protocols.messages import (
+    CHECKED_WORK,
     Abort,
     Argument,
     AttemptKey,
@@ -101,6 +105,7 @@ class Home:
         # After a start nobody else is known yet: until they are, an unknown peer is not a lost one
         self._settled = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiters: dict[str, asyncio.Event] = {}
         self._submitting = 0
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
@@ -258,25 +263,26 @@ class Home:
         if run.over or run.cancelling or not self._settled:
             return
         units = []
+        deadline = self._deadline(run)
         for task in run.ready() if among is None else among:
             if not run.is_ready(task) or not self._inputs_held(run, task):
                 continue
-            units.append(self._unit(run, task))
+            units.append(self._unit(run, task, deadline))
             run.set_pending(task)
         if units:
             self.strategy(run).add(units)
 
-    def _unit(self, run: Run, task: TaskState) -> Unit:
-        spec = run.workflow.tasks[task.id]
-        failed_at = frozenset(a.peer for a in task.attempts if a.state in ("failed", "lost"))
-        key = AttemptKey(workflow=run.id, task=task.id, number=task.number + 1)
+    def _unit(self, run: Run, task: TaskState, deadline: float | None) -> Unit:
+        avoid: frozenset[bytes] = frozenset()
+        if task.attempts:
+            avoid = frozenset(a.peer for a in task.attempts if a.state in ("failed", "lost"))
         return Unit(
-            key,
-            wire_needs(spec.needs),
+            AttemptKey(run.id, task.id, task.number + 1),
+            wire_needs(run.workflow.tasks[task.id].needs),
             run.ranks[task.id],
             run.runtime_s(task.id),
-            self._deadline(run),
-            failed_at,
+            deadline,
+            avoid,
         )
 
     def _deadline(self, run: Run) -> float | None:
@@ -287,13 +293,16 @@ class Home:
 
     def _inputs_held(self, run: Run, task: TaskState) -> bool:
         """True if some peer here holds each input; else their makers run again."""
-        lost: dict[str, str] = {}
         spec = run.workflow.tasks[task.id]
+        if not spec.inputs and not spec.references:
+            return True
+        lost: dict[str, str] = {}
         files = [(run.workflow.producers.get(name), run.file(name)) for name in spec.inputs]
         for ref in spec.references.values():
             for name in ref.tasks:
                 value = run.value(name)
-                files.append((name, value.file if value is not None else None))
+                if value is not None and value.file is not None:
+                    files.append((name, value.file))
         for maker, file in files:
             if file is None or maker is None or file.hash in self._blobs:
                 continue
@@ -346,18 +355,29 @@ class Home:
         self._check_at.setdefault(peer, now + CHECK_S)
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
+        here = [one for one in rows if one.peer.id == self._rpc.me.id]
+        away = [one for one in rows if one.peer.id != self._rpc.me.id]
         try:
-            await self.journal.synced()
-            works: dict[bytes, tuple[Contact, list[Work]]] = {}
-            for one in rows:
-                work = self._make_work(run, one)
-                if work is None:
-                    self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
-                else:
-                    works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
-            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
+            await self._send(run, here)
+            if away:
+                await self.journal.synced()
+                await self._send(run, away)
         finally:
             self._committing.difference_update(one.unit.key for one in rows)
+
+    async def _send(self, run: Run, rows: list[Placed]) -> None:
+        works: dict[bytes, tuple[Contact, list[Work]]] = {}
+        for one in rows:
+            work = self._make_work(run, one)
+            if work is None:
+                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+            else:
+                works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+        if len(works) == 1:
+            for peer, found in works.values():
+                await self._commit(run, peer, found)
+        else:
+            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
 
     def _make_work(self, run: Run, one: Placed) -> Work | None:
         """None if it is not wanted any more, or can't be put into a message."""
@@ -381,16 +401,18 @@ class Home:
         return alive and task.state not in FINAL and not run.over
 
     async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
-        while works:
-            batch: list[Work] = []
-            size = 0
-            while works and len(batch) < COMMIT_WORKS_MAX:
-                size += size_bytes(works[0])
-                if batch and size > COMMIT_BYTES_MAX:
+        start = 0
+        while start < len(works):
+            end, size = start, 0
+            while end < len(works) and end - start < COMMIT_WORKS_MAX:
+                size += size_bytes(works[end])
+                if end > start and size > COMMIT_BYTES_MAX:
                     break
-                batch.append(works.pop(0))
+                end += 1
+            batch = works[start:end]
+            start = end
             try:
-                answer = await self._rpc.call(peer, Commit(works=tuple(batch)), Committed)
+                answer = await self._rpc.call(peer, Commit.of(tuple(batch)), Committed)
             except Refused as error:
                 if error.code == "size":
                     for work in batch:
@@ -411,7 +433,7 @@ class Home:
 
     def _work(self, run: Run, one: Placed) -> Work:
         spec = run.workflow.tasks[one.unit.key.task]
-        return Work(
+        work = Work(
             key=one.unit.key,
             lease=one.lease,
             needs=one.unit.needs,
@@ -432,18 +454,19 @@ class Home:
             timeout_s=spec.timeout_s,
             runtime_s=self.estimate(one.unit),
         )
+        return CHECKED_WORK.validate_python(work)
 
     def held_too(self, file: File) -> File:
         """With this peer among the holders, if it is one."""
         me = self._rpc.me.id
         if file.hash in self._blobs and me not in file.holders:
-            return file.model_copy(update={"holders": (*file.holders, me)})
+            return file._replace(holders=(*file.holders, me))
         return file
 
     def _held_value(self, value: Value) -> Value:
         if value.file is None:
             return value
-        return value.model_copy(update={"file": self.held_too(value.file)})
+        return value._replace(file=self.held_too(value.file))
 
     # ----------------------------------------------------------------- outcomes
 
@@ -489,6 +512,7 @@ class Home:
         """Those that count, in one entry."""
         rows = []
         changed: list[TaskState] = []
+        rivals: set[str] = set()
         seen: set[str] = set()
         for ended in outcomes:
             task = run.tasks[ended.key.task]
@@ -502,11 +526,15 @@ class Home:
                 self.counts["ignored_outcomes"] += 1
                 continue
             seen.add(task.id)
-            held = tuple((h, b"") for h, _ in ended.enclosed if h in self._blobs)
+            if ended.enclosed:
+                held = tuple((h, b"") for h, _ in ended.enclosed if h in self._blobs)
+                ended = ended._replace(enclosed=held)
+            if task.state != "running" or len(task.attempts) > 1:
+                rivals.add(task.id)
             verdict = run.verdict(ended)
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
-            rows.append((ended.model_copy(update={"enclosed": held}), peer, verdict))
+            rows.append((ended, peer, verdict))
             changed.append(task)
         if not rows:
             return
@@ -514,7 +542,8 @@ class Home:
         for (ended, _, verdict), task in zip(rows, changed, strict=True):
             self.counts[f"tasks_{verdict}"] += 1
             if verdict == "succeeded":
-                self._drop_others(run, task, ended.key.number)
+                if task.id in rivals:
+                    self._drop_others(run, task, ended.key.number)
             elif verdict == "failed":
                 self._skip_behind(run, task.id)
             else:
@@ -524,6 +553,7 @@ class Home:
             for task in changed
             if task.state == "succeeded"
             for child in run.children[task.id]
+            if not run.tasks[child].missing
         }
         self._place_ready(run, [t for t in ready.values() if t.state == "waiting"])
         self._keep_twice(run, changed)
@@ -534,7 +564,7 @@ class Home:
         for task in changed:
             for file in task.won.outputs if task.won else ():
                 if file.name in run.final_files and file.hash not in self._blobs:
-                    self._spawn(self._fetch(file.model_copy(update={"holders": (task.holder,)})))
+                    self._spawn(self._fetch(file._replace(holders=(task.holder,))))
 
     async def _fetch(self, file: File) -> None:
         try:
@@ -602,6 +632,24 @@ class Home:
         if staging is not None and staging is not asyncio.current_task():
             staging.cancel()
         self.counts[f"workflows_{state}"] += 1
+        if run.id in self._waiters:
+            self._spawn(self._tell_end(run.id))
+
+    async def _tell_end(self, id: str) -> None:
+        await self.journal.synced()
+        ended = self._waiters.pop(id, None)
+        if ended is not None:
+            ended.set()
+
+    async def ended(self, run: Run, wait_s: float) -> None:
+        """When it is over, and that is on disk; or after a while."""
+        if run.over:
+            await self.journal.synced()
+            return
+        event = self._waiters.setdefault(run.id, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await event.wait()
 
     def _write(self, run: Run, kind: str, body: dict[str, Any]) -> None:
         at = self.journal.append(run.id, run.seq, kind, body)
@@ -764,7 +812,7 @@ _identity = id
 
 
 def _key(run: Run, task: str, number: int) -> AttemptKey:
-    return AttemptKey(workflow=run.id, task=task, number=number)
+    return AttemptKey(run.id, task, number)
 
 
 def _file(run: Run, name: str) -> File:

@@ -33,6 +33,7 @@ log = logging.getLogger("valence.http")
 
 STREAMS_MAX = 200
 EVENT_WAIT_S = 10.0
+WAIT_S_MAX = 10.0
 HEADER_BYTES_MAX = 16 * 1024
 KEY_CHARS_MAX = 200
 WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
@@ -187,9 +188,13 @@ class Http:
                 raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
             options["idempotency"] = key
         text = await request.read()
-        view, new = await self._gateway.submit(text, options, "default")
-        headers = {"Location": f"/v1/workflows/{view['id']}"}
-        return _json(view, 201 if new else 200, headers)
+        wait = _wait(request)
+        id, new = await self._gateway.submit(text, options, "default")
+        view = await self._view(id, wait)
+        return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{id}"})
+
+    async def _view(self, id: str, wait: dict[str, float]) -> bytes:
+        return await self._gateway.ask_raw(id, "workflow", **wait)
 
     async def _workflows(self, request: web.Request) -> web.Response:
         before = request.query.get("before", "")
@@ -202,7 +207,11 @@ class Http:
         return _json(await self._gateway.workflows(before, limit, state))
 
     async def _workflow(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.ask(_id(request), "workflow"))
+        return _json(await self._view(_id(request), _wait(request)))
+
+    async def _values(self, request: web.Request) -> web.Response:
+        start = _integer(request, "start", 0, 0, 10**9)
+        return _json(await self._gateway.ask_raw(_id(request), "values", start=start))
 
     async def _tasks(self, request: web.Request) -> web.Response:
         return _json(
@@ -377,6 +386,9 @@ def _problem(problem: Problem) -> web.Response:
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    if isinstance(value, bytes):  # JSON already
+        kind = "application/json"
+        return web.Response(body=value, status=status, content_type=kind, headers=headers)
     text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
     return web.Response(text=text, status=status, content_type="application/json", headers=headers)
 
@@ -402,6 +414,12 @@ def _integer(request: web.Request, name: str, default: int, low: int, high: int)
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
         raise Problem(400, f"{name}: a number from {low} to {high} is expected")
     return int(text)
+
+
+def _wait(request: web.Request) -> dict[str, float]:
+    if "wait" not in request.query:
+        return {}
+    return {"wait_s": min(WAIT_S_MAX, _number(request, "wait"))}
 
 
 def _number(request: web.Request, name: str) -> float:

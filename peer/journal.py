@@ -15,8 +15,6 @@ from typing import Any
 
 import msgpack
 
-from protocols.codec import wire_fields
-
 from .database import Database, DatabaseError, Statement
 
 log = logging.getLogger("valence.journal")
@@ -40,7 +38,7 @@ class Journal:
     def append(self, workflow: str, seq: int, kind: str, body: dict[str, Any]) -> float:
         """Returns the entry's time. It is on disk after the next `synced`."""
         at = self._clock()
-        packed = msgpack.packb(body, default=wire_fields)
+        packed = msgpack.packb(body)
         self._put(
             workflow,
             ("insert into entries values (?, ?, ?, ?, ?)", (workflow, seq, at, kind, packed)),

@@ -5,25 +5,32 @@ when the daemon is killed, its end of the socket closes, and the nursery kills e
 started and goes: no orphan outlives a peer. It is forked before the daemon has threads, and is the
 parent and (Linux) the reaper of everything that tasks leave behind.
 
-Daemon → nursery:  ["spawn", id, argv, cwd, env, log path, log bytes max, file bytes max, marker]
-                   ["kill", id, signal]   ["worker", id, log path]   ["usage", id]
-Nursery → daemon:  ["exited", id, code, log truncated, max rss]   ["failed", id, why]
+Daemon → nursery:  ["spawn", id, argv, cwd, new, env, log path, log bytes max, file bytes max]
+                   ["kill", id, signal]   ["worker", id, log path, sys.path]   ["usage", id]
+Nursery → daemon:  ["exited", id, code, log truncated, max rss, log or nil, removed]
+                   ["failed", id, why]
                    ["worker", id, pid] with the worker's socket attached
                    ["usage", id, rss bytes]
+
+Starting a command is the hot path of a peer: `posix_spawn`, a pidfd and a pipe in one epoll, and
+no file: a directory that is `new` is made here, and goes here if it is still empty at the end; a
+log is sent with the exit unless it is long. What is to be said is said once per round of events.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
-import selectors
+import select
+import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +40,10 @@ LENGTH = struct.Struct("!I")
 MARKER = "VALENCE_ATTEMPT"
 OPEN_FILES_MAX = 4096
 WORKER_FILE_BYTES_MAX = 64 * 2**30
+#: a log up to this long goes with the exit, and never to a file
+LOG_INLINE_BYTES_MAX = 16 * 1024
+PROGRAMS_REMEMBERED = 1000
+_SIGNALS_IGNORED_BY_PYTHON = [signal.SIGPIPE, signal.SIGXFSZ]
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 
@@ -58,23 +69,29 @@ class _Child:
     pid: int
     pidfd: int
     marker: str
+    cwd: str = ""  # to be removed at the end, if it is empty
     pipe: int = -1
+    log_path: str = ""
     log: int = -1
+    held: bytearray = field(default_factory=bytearray)  # a short log, before it gets a file
     log_left: int = 0  # of the first half, which goes to the file as it comes
     tail_max: int = 0
     tail: bytearray = field(default_factory=bytearray)  # of the rest, the last half
     left_out: int = 0
     truncated: bool = False
     code: int | None = None
-    rss: int = 0
 
 
 class Nursery:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
         self._children: dict[int, _Child] = {}
         self._buffer = bytearray()
+        self._news = bytearray()
+        self._programs: dict[tuple[str, str], str] = {}
+        self._file_bytes_max = -1
 
     def run(self) -> None:
         # deaf by handlers, not by SIG_IGN: what is ignored stays ignored in every child
@@ -90,17 +107,29 @@ class Nursery:
             limit = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(OPEN_FILES_MAX, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._channel.setblocking(True)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._commanded)
+        self._listen(self._channel.fileno(), self._commanded)
         try:
             while True:
-                for key, _ in self._selector.select():
-                    key.data()
+                for fd, _ in self._epoll.poll():
+                    callback = self._callbacks.get(fd)
+                    if callback is not None:  # else it was closed in this very round
+                        callback()
+                self._flush()
         except EOFError:
             pass  # the daemon is gone
         finally:
             for child in list(self._children.values()):
                 self._kill(child, signal.SIGKILL)
             self._sweep(everything=True)
+
+    def _listen(self, fd: int, callback: Callable[[], None]) -> None:
+        self._callbacks[fd] = callback
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _close(self, fd: int) -> None:
+        """Closing takes it out of the epoll: nobody else has it open."""
+        del self._callbacks[fd]
+        os.close(fd)
 
     # ----------------------------------------------------------------- commands
 
@@ -123,61 +152,101 @@ class Nursery:
     def _tell(self, *row: Any, fd: int | None = None) -> None:
         packed = msgpack.packb(row)
         data = LENGTH.pack(len(packed)) + packed
+        if fd is None:
+            self._news += data
+            return
+        self._flush()
         try:
-            if fd is not None:
-                data = data[socket.send_fds(self._channel, [data], [fd]) :]
-            if data:
-                self._channel.sendall(data)
+            self._channel.sendall(data[socket.send_fds(self._channel, [data], [fd]) :])
         except OSError:
             raise EOFError from None
+
+    def _flush(self) -> None:
+        if self._news:
+            try:
+                self._channel.sendall(self._news)
+            except OSError:
+                raise EOFError from None
+            self._news.clear()
 
     def _on_spawn(
         self,
         id: int,
         argv: list[str],
         cwd: str,
+        new: bool,
         env: dict[str, str],
         log_path: str,
         log_bytes_max: int,
         file_bytes_max: int,
-        marker: str,
     ) -> None:
         opened: list[int] = []
         try:
+            program = self._program(argv[0], env.get("PATH", ""), cwd)
+            if new:
+                os.mkdir(cwd, 0o700)
             read, write = os.pipe()
             opened += [read, write]
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            opened.append(log)
-            with _limited(file_bytes_max):
-                process = subprocess.Popen(
-                    argv,
-                    cwd=cwd,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=write,
-                    stderr=write,
-                    start_new_session=True,
-                )
-            process.returncode = 0  # it is waited for here, not by subprocess
-            pidfd = os.pidfd_open(process.pid)
+            self._limit(file_bytes_max)
+            os.chdir(cwd)  # this process has one thread, and no use for a directory of its own
+            pid = os.posix_spawn(
+                program,
+                argv,
+                env,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, write, 1),
+                    (os.POSIX_SPAWN_DUP2, write, 2),
+                ],
+                setsid=True,
+                setsigmask=[],
+                setsigdef=_SIGNALS_IGNORED_BY_PYTHON,
+            )
+            pidfd = os.pidfd_open(pid)
         except (OSError, ValueError) as error:
             for fd in opened:
                 os.close(fd)
+            self._programs.pop((argv[0], env.get("PATH", "")), None)
+            if new:
+                with contextlib.suppress(OSError):
+                    os.rmdir(cwd)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._tell("failed", id, f"{argv[0]}: {reason}")
             return
         os.close(write)
-        child = _Child(id, process.pid, pidfd, marker)
-        child.pipe, child.log = read, log
+        child = _Child(id, pid, pidfd, env.get(MARKER, ""), cwd if new else "")
+        child.pipe, child.log_path = read, log_path
         child.tail_max = log_bytes_max // 2
         child.log_left = log_bytes_max - child.tail_max
         self._watch(child)
         os.set_blocking(read, False)
-        self._selector.register(read, selectors.EVENT_READ, lambda: self._output(child))
+        self._listen(read, lambda: self._output(child))
+
+    def _program(self, name: str, path: str, cwd: str) -> str:
+        """As a shell finds it: a name in the task's PATH, anything with a slash as it is."""
+        if "/" in name:
+            return name if name.startswith("/") else os.path.join(cwd, name)
+        found = self._programs.get((name, path))
+        if found is None:
+            place = shutil.which(name, path=path)
+            if place is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            if len(self._programs) >= PROGRAMS_REMEMBERED:
+                self._programs.clear()
+            self._programs[(name, path)] = found = os.path.abspath(place)
+        return found
+
+    def _limit(self, file_bytes_max: int) -> None:
+        """A child inherits the limits its parent has at that moment, from its first line on."""
+        if file_bytes_max != self._file_bytes_max:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            limit = file_bytes_max if hard == resource.RLIM_INFINITY else min(file_bytes_max, hard)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            self._file_bytes_max = file_bytes_max
 
     def _watch(self, child: _Child) -> None:
         self._children[child.id] = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
+        self._listen(child.pidfd, lambda: self._ended(child))
 
     def _on_kill(self, id: int, number: int) -> None:
         child = self._children.get(id)
@@ -217,13 +286,27 @@ class Nursery:
             return
         head, rest = data[: child.log_left], data[child.log_left :]
         child.log_left -= len(head)
-        self._write_log(child, head)
+        if child.log < 0 and len(child.held) + len(data) > LOG_INLINE_BYTES_MAX:
+            self._open_log(child)
+        if child.log < 0:
+            child.held += head
+        else:
+            self._write_log(child, head)
         if rest:
             child.tail += rest
             surplus = len(child.tail) - child.tail_max
             if surplus > 0:  # the beginning says what it was about, the end how it ended
                 child.left_out += surplus
                 del child.tail[:surplus]
+
+    def _open_log(self, child: _Child) -> None:
+        try:
+            child.log = os.open(child.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError:
+            child.truncated = True
+            child.log = os.open(os.devnull, os.O_WRONLY)
+        self._write_log(child, bytes(child.held))
+        child.held.clear()
 
     def _write_log(self, child: _Child, data: bytes) -> None:
         while data:
@@ -234,29 +317,39 @@ class Nursery:
                 return
 
     def _close_pipe(self, child: _Child) -> None:
-        if child.pipe >= 0:
-            if child.left_out:
-                child.truncated = True
-                self._write_log(child, f"\n[… {child.left_out:,} bytes left out …]\n".encode())
-            self._write_log(child, bytes(child.tail))
-            self._selector.unregister(child.pipe)
-            os.close(child.pipe)
+        if child.pipe < 0:
+            return
+        end = b""
+        if child.left_out:
+            child.truncated = True
+            end = f"\n[… {child.left_out:,} bytes left out …]\n".encode()
+        end += child.tail
+        if child.log >= 0:
+            self._write_log(child, end)
             os.close(child.log)
-            child.pipe = child.log = -1
+        else:
+            child.held += end
+        self._close(child.pipe)
+        child.pipe = -1
 
     def _ended(self, child: _Child) -> None:
         _, status, usage = os.wait4(child.pid, 0)
         child.code = os.waitstatus_to_exitcode(status)
-        child.rss = usage.ru_maxrss * 1024
-        self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
+        self._close(child.pidfd)
         if child.pipe >= 0:
             self._drain(child)
         self._kill(child, signal.SIGKILL)  # what it left running in its group
         self._close_pipe(child)
         del self._children[child.id]
         self._sweep(child.marker)
-        self._tell("exited", child.id, child.code, child.truncated, child.rss)
+        removed = False
+        if child.cwd:
+            with contextlib.suppress(OSError):  # there is something in it
+                os.rmdir(child.cwd)
+                removed = True
+        log = bytes(child.held) if child.log < 0 else None
+        rss = usage.ru_maxrss * 1024
+        self._tell("exited", child.id, child.code, child.truncated, rss, log, removed)
 
     def _drain(self, child: _Child) -> None:
         """What it wrote before it ended; a background child may hold the pipe open for ever."""
@@ -317,20 +410,6 @@ def tree_rss_bytes(pid: int) -> int:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{member}/statm") as file:
             total += int(file.read().split()[1])
     return total * resource.getpagesize()
-
-
-@contextlib.contextmanager
-def _limited(file_bytes_max: int) -> Any:
-    """A child inherits the limits its parent has at that moment, from its first instruction on."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = file_bytes_max
-    if before[1] != resource.RLIM_INFINITY:
-        limit = min(limit, before[1])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _become_worker(channel: socket.socket, log_path: str, path: list[str], marker: str) -> None:

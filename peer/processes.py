@@ -10,10 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -38,41 +38,78 @@ class Exit:
     code: int
     log_truncated: bool
     max_rss_bytes: int
+    log: bytes | None  # None: it is long, and in its file
+    removed: bool  # the directory that was made for it is gone again
 
 
-class Worker:
-    """One warm process, used by one call at a time."""
+Reply = dict[str, Any] | None  # None: the worker died
+OnReply = Callable[[Reply], None]
 
-    def __init__(self, id: int, pid: int, channel: socket.socket) -> None:
+
+class Worker(asyncio.Protocol):
+    """One warm process, used by one call at a time; its answer comes as a callback."""
+
+    def __init__(self, id: int, pid: int) -> None:
         self.id = id
         self.pid = pid
-        self._channel = channel
-        self._channel.setblocking(False)
-        self.calls = 0
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._on_reply: OnReply | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=REPLY_BYTES_MAX)
+
+    def send(self, request: Mapping[str, Any], on_reply: OnReply) -> None:
+        self._on_reply = on_reply
+        packed = msgpack.packb(request)
+        if self._transport is None or self._transport.is_closing():
+            asyncio.get_running_loop().call_soon(self._done, None)
+        else:
+            self._transport.write(LENGTH.pack(len(packed)) + packed)
 
     async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        packed = msgpack.packb(request)
-        await loop.sock_sendall(self._channel, LENGTH.pack(len(packed)) + packed)
-        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
-        if length > REPLY_BYTES_MAX:
-            raise EOFError("the answer is too large")
-        reply: dict[str, Any] = msgpack.unpackb(await self._read(length))
-        self.calls += 1
-        return reply
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.send(request, lambda reply: _set(future, reply))
+        found = await future
+        if found is None:
+            raise EOFError("the worker ended")
+        return found
 
-    async def _read(self, count: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        found = bytearray()
-        while len(found) < count:
-            data = await loop.sock_recv(self._channel, min(1 << 18, count - len(found)))
-            if not data:
-                raise EOFError("the worker ended")
-            found += data
-        return bytes(found)
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) < LENGTH.size:
+            return
+        (length,) = LENGTH.unpack_from(self._buffer)
+        if length > REPLY_BYTES_MAX:
+            self.close()
+        elif len(self._buffer) >= LENGTH.size + length:
+            packed = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
+            self._buffer.clear()  # one call at a time: nothing can follow its answer
+            self._done(_reply(packed))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._done(None)
+
+    def _done(self, reply: Reply) -> None:
+        on_reply, self._on_reply = self._on_reply, None
+        if on_reply is not None:
+            on_reply(reply)
 
     def close(self) -> None:
-        self._channel.close()
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _reply(packed: bytes) -> Reply:
+    """What the worker answered, which runs the user's code and may say anything."""
+    try:
+        found = msgpack.unpackb(packed)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("ok"), bool):
+        return None
+    return found
 
 
 class Processes:
@@ -81,7 +118,7 @@ class Processes:
         self._directory = directory
         self._ids = itertools.count(1)
         self._exits: dict[int, asyncio.Future[Exit]] = {}
-        self._workers: dict[int, asyncio.Future[Worker]] = {}
+        self._workers: dict[int, asyncio.Future[tuple[Worker, socket.socket]]] = {}
         self._usages: dict[int, asyncio.Future[int]] = {}
         self._idle: list[Worker] = []
         self._alive: set[int] = set()
@@ -93,19 +130,33 @@ class Processes:
         channel.setblocking(False)
         self._buffer = bytearray()
         self._fds: list[int] = []
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._writer = asyncio.ensure_future(self._write())
+        self._orders = bytearray()
+        self._flushing = False
         asyncio.get_running_loop().add_reader(channel.fileno(), self._readable)
 
-    async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):
-            while True:
-                await loop.sock_sendall(self._channel, await self._outbox.get())
-
     def _tell(self, *row: Any) -> None:
+        """What is told in one round of the loop goes in one piece."""
         packed = msgpack.packb(row)
-        self._outbox.put_nowait(LENGTH.pack(len(packed)) + packed)
+        self._orders += LENGTH.pack(len(packed)) + packed
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._channel.fileno() < 0:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            del self._orders[: self._channel.send(self._orders)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._orders.clear()  # it is gone; the reader sees to that
+        if self._orders:
+            loop.add_writer(self._channel.fileno(), self._flush)
+        else:
+            loop.remove_writer(self._channel.fileno())
+            self._flushing = False
 
     # ----------------------------------------------------------------- events
 
@@ -134,7 +185,7 @@ class Processes:
         if kind == "exited":
             self._alive.discard(id)
             self._idle = [w for w in self._idle if w.id != id or w.close()]  # type: ignore[func-returns-value]
-            _set(self._exits.pop(id, None), Exit(row[2], row[3], row[4]))
+            _set(self._exits.pop(id, None), Exit(*row[2:]))
         elif kind == "failed":
             _fail(self._exits.pop(id, None), StartFailed(row[2]))
             _fail(self._workers.pop(id, None), NurseryGone(row[2]))
@@ -146,15 +197,19 @@ class Processes:
                 channel.close()
                 self._tell("kill", id, int(signal.SIGKILL))
             else:
-                future.set_result(Worker(id, row[2], channel))
+                future.set_result((Worker(id, row[2]), channel))
         elif kind == "usage":
             _set(self._usages.pop(id, None), row[2])
 
+    def _detach(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._channel.fileno())
+        loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+
     def _lost(self) -> None:
         """The nursery was killed. Its children die or are ended; start another one."""
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
-        self._writer.cancel()
-        self._channel.close()
+        self._detach()
         waiting: list[asyncio.Future[Any]] = [
             *self._exits.values(),
             *self._workers.values(),
@@ -190,19 +245,19 @@ class Processes:
         self,
         argv: tuple[str, ...],
         cwd: Path,
+        new: bool,
         env: Mapping[str, str],
         log: Path,
         log_bytes_max: int,
         file_bytes_max: int,
-        marker: str,
     ) -> tuple[int, asyncio.Future[Exit]]:
+        """`new`: its directory is made for it, and removed if it leaves nothing there."""
         id = next(self._ids)
         future: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._exits[id] = future
         self.spawned += 1
-        self._tell(
-            "spawn", id, argv, str(cwd), dict(env), str(log), log_bytes_max, file_bytes_max, marker
-        )
+        limits = (log_bytes_max, file_bytes_max)
+        self._tell("spawn", id, argv, str(cwd), new, dict(env), str(log), *limits)
         return id, future
 
     async def end(self, id: int, exit: asyncio.Future[Exit]) -> None:
@@ -221,17 +276,26 @@ class Processes:
 
     # ----------------------------------------------------------------- workers
 
-    async def worker(self) -> Worker:
+    def idle_worker(self) -> Worker | None:
         while self._idle:
             worker = self._idle.pop()
             if worker.id in self._alive:
                 return worker
             worker.close()
+        return None
+
+    async def worker(self) -> Worker:
+        idle = self.idle_worker()
+        if idle is not None:
+            return idle
         id = next(self._ids)
-        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[Worker, socket.socket]] = loop.create_future()
         self._workers[id] = future
         self._tell("worker", id, str(self._directory / f"worker-{id}.log"), sys.path)
-        return await future
+        worker, channel = await future
+        await loop.create_unix_connection(lambda: worker, sock=channel)
+        return worker
 
     def give_back(self, worker: Worker) -> None:
         if worker.id in self._alive and len(self._idle) < IDLE_WORKERS_MAX:
@@ -249,9 +313,7 @@ class Processes:
         self._closing = True
         for worker in self._idle:
             worker.close()
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
-        self._writer.cancel()
-        self._channel.close()
+        self._detach()
         for fd in self._fds:
             socket.close(fd)
 

@@ -38,6 +38,7 @@ class Route:
 
 
 _LIMIT = Parameter("limit", "how many at most", type="integer")
+_WAIT = Parameter("wait", "seconds to wait for its end before answering", type="number")
 
 ROUTES = (
     Route("GET", "/healthz", "healthz", "Is this peer up?", api.Health, open=True),
@@ -73,7 +74,22 @@ ROUTES = (
         errors=(400,),
     ),
     Route(
-        "GET", "/v1/workflows/{id}", "workflow", "One workflow.", api.WorkflowView, errors=(404,)
+        "GET",
+        "/v1/workflows/{id}",
+        "workflow",
+        "One workflow.",
+        api.WorkflowView,
+        parameters=(_WAIT,),
+        errors=(400, 404),
+    ),
+    Route(
+        "GET",
+        "/v1/workflows/{id}/values",
+        "values",
+        "What its calls returned, where no other task takes it and JSON can say it.",
+        api.ValuePage,
+        parameters=(Parameter("start", "`next` of the page before", type="integer"),),
+        errors=(400, 404),
     ),
     Route(
         "GET",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.messages import File, Outcome, Value
+from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value
 from workflow.model import Task, Workflow
 from workflow.plan import upward_ranks
 
@@ -64,6 +64,11 @@ class TaskState:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
 
 
+def read_outcome(row: tuple[Any, ...]) -> Outcome:
+    """As it was written to a disk of ours."""
+    return CHECKED_OUTCOME.validate_python(row)
+
+
 #: programs that say nothing about how long they take
 _SHELLS = frozenset({"sh", "bash", "env", "python", "python3", "perl", "Rscript", "java"})
 
@@ -89,6 +94,12 @@ class Run:
         self.ranks = upward_ranks(workflow)
         self.children = workflow.children()
         self.final_files = frozenset(workflow.final_files())
+        self.taken = frozenset(  # calls whose value another task takes
+            name
+            for task in workflow.tasks.values()
+            for ref in task.references.values()
+            for name in ref.tasks
+        )
         self.tasks: dict[str, TaskState] = {
             task: TaskState(task, missing=len(workflow.parents[task])) for task in workflow.tasks
         }
@@ -98,6 +109,7 @@ class Run:
         self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
         self.stage_failures: dict[str, str] = {}
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
+        self._kinds: dict[str, tuple[str, ...]] = {}  # template → what its tasks are like
         self.cancelling = ""
 
     # ----------------------------------------------------------------- the journal
@@ -128,7 +140,7 @@ class Run:
 
     def _on_finished(self, body: dict[str, Any], at: float) -> None:
         for row, peer, verdict in body["outcomes"]:
-            ended = row if isinstance(row, Outcome) else Outcome.model_validate(row)
+            ended = row if isinstance(row, Outcome) else read_outcome(row)
             task = self.tasks[ended.key.task]
             attempt = task.attempt(ended.key.number)
             if attempt is not None:
@@ -204,7 +216,7 @@ class Run:
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:
             took = max(1e-4, ended.ended_at - ended.started_at)
-            for kind in _kinds(self.workflow.tasks[task.id]):
+            for kind in self._kinds_of(self.workflow.tasks[task.id]):
                 before = self.runtimes.get(kind)
                 self.runtimes[kind] = took if before is None else before + (took - before) / 4
 
@@ -226,10 +238,18 @@ class Run:
     def runtime_s(self, task: str) -> float | None:
         """As observed of its like, else as its document says."""
         spec = self.workflow.tasks[task]
-        for kind in _kinds(spec):
+        if not self.runtimes:
+            return spec.runtime_s
+        for kind in self._kinds_of(spec):
             if kind in self.runtimes:
                 return self.runtimes[kind]
         return spec.runtime_s
+
+    def _kinds_of(self, spec: Task) -> tuple[str, ...]:
+        found = self._kinds.get(spec.template)
+        if found is None:
+            found = self._kinds[spec.template] = _kinds(spec)
+        return found
 
     def verdict(self, ended: Outcome) -> str:
         """What an outcome means for its task."""
@@ -275,7 +295,7 @@ class Run:
             return None
         for file in task.won.outputs:
             if file.name == name:
-                return file.model_copy(update={"holders": self._holders(task, file.hash)})
+                return file._replace(holders=self._holders(task, file.hash))
         return None
 
     def _holders(self, task: TaskState, hash: bytes) -> tuple[bytes, ...]:
@@ -289,6 +309,6 @@ class Run:
         task = self.tasks[name]
         value = task.won.value if task.won else None
         if value is not None and value.file is not None:
-            file = value.file.model_copy(update={"holders": (task.holder,)})
-            return value.model_copy(update={"file": file})
+            file = value.file._replace(holders=(task.holder,))
+            return value._replace(file=file)
         return value

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import secrets
 from datetime import datetime
+from functools import lru_cache
 
 import msgpack
 
 from protocols import messages
-from protocols.messages import Capacity, Work
+from protocols.messages import CHECKED_NEEDS, Capacity, Work
 from workflow import document, quantities, tree, wfformat
 from workflow.model import Needs, Task, Workflow
 
@@ -39,8 +40,10 @@ def new_id() -> str:
     return "w" + secrets.token_hex(8)
 
 
+@lru_cache(1000)
 def wire_needs(needs: Needs) -> messages.Needs:
-    return messages.Needs(
+    """Checked: what can't be said in a message is refused with `ValidationError`."""
+    found = messages.Needs(
         capacity=Capacity(
             millicores=needs.millicores,
             memory_bytes=needs.memory_bytes,
@@ -54,6 +57,7 @@ def wire_needs(needs: Needs) -> messages.Needs:
         labels=needs.labels,
         software=needs.software,
     )
+    return CHECKED_NEEDS.validate_python(found)
 
 
 def deadline_at(run: Run) -> float | None:

@@ -93,14 +93,17 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {"ok": True, "encoding": encoding, "data": b"", "path": request["value_path"]}
 
 
+#: the variables as they are kept: to copy and compare these costs next to nothing
+_variables: dict[Any, Any] = getattr(os.environ, "_data", {})
+
+
 def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
-    os.ftruncate(log, 0)
-    os.lseek(log, 0, os.SEEK_SET)
-    before = dict(os.environ)
+    before = _variables.copy()
     try:
         if request["cwd"]:
             os.chdir(request["cwd"])
-        os.environ.update(request["env"])
+        if request["env"]:
+            os.environ.update(request["env"])
         answer = run(request)
     except SystemExit as error:
         answer = {"ok": False, "error": f"the call ended its process: exit({error.code})"}
@@ -109,22 +112,27 @@ def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
         sys.stderr.write("".join(traceback.format_exception(error))[-TRACEBACK_CHARS_MAX:])
         answer = {"ok": False, "error": last[-1000:]}
     finally:
-        if os.environ != before:
+        if _variables != before:
             os.environ.clear()
-            os.environ.update(before)
+            os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in before.items()})
         if request["cwd"]:
             os.chdir("/")
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     size = os.fstat(log).st_size
-    limit = request["log_bytes_max"]
-    kept = os.pread(log, min(size, limit), 0) if size else b""
+    return {**answer, **_take_log(log, size, request["log_bytes_max"])} if size else answer
+
+
+def _take_log(log: int, size: int, limit: int) -> dict[str, Any]:
+    kept = os.pread(log, min(size, limit), 0)
     if size > limit:  # the beginning says what it was about, the end how it ended
         half = limit // 2
         left_out = f"\n[… {size - 2 * half:,} bytes left out …]\n".encode()
         kept = kept[:half] + left_out + os.pread(log, half, size - half)
-    return {**answer, "log": kept, "truncated": size > limit}
+    os.ftruncate(log, 0)
+    os.lseek(log, 0, os.SEEK_SET)
+    return {"log": kept, "truncated": size > limit}
 
 
 def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:

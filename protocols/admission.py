@@ -309,7 +309,7 @@ class Admission:
             if not lease.queued:
                 used = plus(used, lease.needs)
         assert used == self.capacity, f"capacity leaked: {used} of {self.capacity}"
-        assert min(self._free.fields()) >= 0, f"over-booked: {self._free}"
+        assert min(self._free) >= 0, f"over-booked: {self._free}"
         assert self._queue == sorted(self._queue), "the queue is out of order"
         assert len(self._queue) == len(self._queued), "the queue and its index differ"
         assert self._queued_leases == sum(lease.queued for lease in self._leases.values())

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 from pydantic import ValidationError
 
-from .messages import BY_NUMBER, Message, Struct
+from .messages import BY_NUMBER, Message
 
 VERSION = 1
 
@@ -35,18 +35,12 @@ class Envelope:
     message: Message | None
 
 
-def wire_fields(value: Any) -> Any:
-    if isinstance(value, Struct):
-        return value.fields()
-    raise TypeError(f"{type(value).__name__} has no place in a message")
-
-
 def encode(kind: Kind, id: int, message: Message | None) -> bytes:
     row: list[Any] = [VERSION, int(kind), id]
     if message is not None:
         row.append(message.number)
         row.extend(message.__dict__.values())
-    packed: bytes = msgpack.packb(row, default=wire_fields)
+    packed: bytes = msgpack.packb(row)
     return packed
 
 
@@ -65,11 +59,38 @@ def decode(data: bytes) -> Envelope:
     cls = BY_NUMBER.get(row[3]) if len(row) > 3 and type(row[3]) is int else None
     if cls is None:
         raise Malformed("unknown message")
+    fields = dict(zip(cls.model_fields, row[4:], strict=False))
     try:
-        message = cls.model_validate(row[4:])
+        try:
+            message = cls.model_validate(fields)
+        except ValidationError as error:
+            message = cls.model_validate(_without_news(fields, error))
     except (ValidationError, RecursionError) as error:
         raise Malformed(f"{cls.__name__}: {_first(error)}") from None
     return Envelope(kind, row[2], message)
+
+
+def _without_news(fields: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """Less what a newer version has added at the end of values: it is not for us."""
+    news = [e["loc"] for e in error.errors(include_url=False, include_input=False)]
+    if any(e["type"] != "unexpected_positional_argument" for e in error.errors()):
+        raise error
+    ends: dict[tuple[Any, ...], int] = {}
+    for place in news:
+        at, index = place[:-1], int(place[-1])
+        ends[at] = min(ends.get(at, index), index)
+    for at in sorted(ends, key=len, reverse=True):  # the innermost first
+        fields = _shortened(fields, at, ends[at])
+    return fields
+
+
+def _shortened(value: Any, place: tuple[Any, ...], end: int) -> Any:
+    if not place:
+        return value[:end]
+    if isinstance(value, dict):
+        return {**value, place[0]: _shortened(value[place[0]], place[1:], end)}
+    at = int(place[0])
+    return (*value[:at], _shortened(value[at], place[1:], end), *value[at + 1 :])
 
 
 def _first(error: Exception) -> str:

@@ -10,7 +10,7 @@ from .messages import Capacity, Member, Needs, Traits
 
 
 def plus(a: Capacity, b: Capacity, times: int = 1) -> Capacity:
-    return Capacity.model_construct(
+    return Capacity(
         millicores=a.millicores + times * b.millicores,
         memory_bytes=a.memory_bytes + times * b.memory_bytes,
         disk_bytes=a.disk_bytes + times * b.disk_bytes,
@@ -21,7 +21,7 @@ def plus(a: Capacity, b: Capacity, times: int = 1) -> Capacity:
 def slots(free: Capacity, needs: Capacity) -> int:
     """How many units with these needs fit."""
     count = 1_000_000
-    for have, need in zip(free.fields(), needs.fields(), strict=True):
+    for have, need in zip(free, needs, strict=True):
         if need:
             count = min(count, max(0, have) // need)
     return count

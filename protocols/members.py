@@ -89,12 +89,8 @@ class Members:
         if old is None and (len(self._known) >= self._config.members_max or not rumour.http):
             return False
         if not rumour.http and old is not None:  # a brief rumour carries the state alone
-            rumour = old.model_copy(
-                update={
-                    "boot": rumour.boot,
-                    "incarnation": rumour.incarnation,
-                    "state": rumour.state,
-                }
+            rumour = old._replace(
+                boot=rumour.boot, incarnation=rumour.incarnation, state=rumour.state
             )
         self._set(rumour, now)
         for listener in self._listeners:
@@ -110,14 +106,14 @@ class Members:
 
     def describe(self, http: str) -> None:
         """Where HTTP is served, known once the socket is open; before anybody was told."""
-        self.me = self.me.model_copy(update={"http": http})
+        self.me = self.me._replace(http=http)
         self._set(self.me, 0.0)
 
     def leave(self) -> None:
         self._update_me(state=int(State.LEFT), incarnation=self.me.incarnation + 1)
 
     def _update_me(self, **changes: int) -> None:
-        self.me = self.me.model_copy(update=changes)
+        self.me = self.me._replace(**changes)  # type: ignore[arg-type]
         self._set(self.me, self._since.get(self.me.contact.id, 0.0))
 
     def _set(self, member: Member, now: float) -> None:
@@ -134,7 +130,7 @@ class Members:
         member = self._known.get(peer)
         if member is None or member.state >= state:
             return False
-        return self.apply(member.model_copy(update={"state": int(state)}), now)
+        return self.apply(member._replace(state=int(state)), now)
 
     def forget(self, now: float) -> None:
         """Peers dead or gone for a day; their return makes them known again."""

@@ -54,7 +54,7 @@ def test_a_word_from_a_peer_moves_it_to_the_end_and_takes_over_its_address() -> 
     table = Table(bytes(20), 16)
     first = contact(1)
     table.saw(first)
-    moved = first.model_copy(update={"port": 7001})
+    moved = first._replace(port=7001)
     table.saw(moved)
     assert table.closest(first.id, 1)[0].port == 7001
 

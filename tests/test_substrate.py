@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from peer.identity import Identity, tls_contexts
 from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
@@ -191,7 +192,7 @@ def test_a_wrong_setting_is_named(
 
 def test_the_need_that_nobody_meets_is_named() -> None:
     here = [
-        Member.model_validate(
+        TypeAdapter(Member).validate_python(
             ((bytes([n] * 20), "h", 1), "u", (2000, 1 << 30), ("x86_64", "linux"))
         )
         for n in range(4)

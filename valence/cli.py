@@ -452,7 +452,7 @@ def _get(options: argparse.Namespace, display: Display) -> int:
         fetched.append({"name": file["name"], "path": str(path), "size": size})
         if not options.json:
             display.say(f"{path} ({show_bytes(size)})")
-    values = _values(workflow)
+    values = workflow.values()
     if values:
         target.mkdir(parents=True, exist_ok=True)
         # never over a file of the workflow's own
@@ -460,21 +460,13 @@ def _get(options: argparse.Namespace, display: Display) -> int:
         path.write_text(json.dumps(values, indent=2) + "\n")
         fetched.append({"name": path.name, "path": str(path), "size": path.stat().st_size})
         if not options.json:
-            display.say(f"{path} (the values of {', '.join(values)})")
+            listed = ", ".join(list(values)[:5]) + ", …" * (len(values) > 5)
+            display.say(f"{path} (the values of {listed})")
     if options.json:
         _json(display, fetched)
     elif not fetched and not missing:
         display.error("there is nothing to fetch")
     return 1 if missing or not fetched else 0
-
-
-def _values(workflow: Workflow) -> dict[str, Any]:
-    """What calls gave that no other task took."""
-    found: dict[str, Any] = {}
-    for name in workflow.view()["values"]:
-        task = workflow.task(name)
-        found[name] = task["value"]
-    return found
 
 
 def _json(display: Display, value: Any) -> int:

@@ -11,6 +11,8 @@ import hashlib
 import http.client
 import json
 import os
+import select
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from . import local
 
 TIMEOUT_S = 60.0
+WAIT_S = 10.0
 CHUNK_BYTES = 1 << 20
 FINAL = ("succeeded", "failed", "cancelled")
 
@@ -57,6 +60,9 @@ class Client:
         if not token:
             raise Unreachable("there is no token: set VALENCE_TOKEN")
         self._token = token
+        # the connection of the last request, kept for the next one; one thread at a time has it
+        self._kept: tuple[str, http.client.HTTPConnection] | None = None
+        self._lock = threading.Lock()
 
     # ----------------------------------------------------------------- requests
 
@@ -71,18 +77,11 @@ class Client:
         reasons = []
         for url in list(self._urls):
             parts = urlsplit(url)
-            kind = (
-                http.client.HTTPSConnection
-                if parts.scheme == "https"
-                else http.client.HTTPConnection
-            )
+            secure = parts.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
             try:
-                if hasattr(body, "seek"):
-                    body.seek(0)
-                every = {"Authorization": f"Bearer {self._token}", **(headers or {})}
-                connection.request(method, parts.path.rstrip("/") + path, body, every)
-                response = connection.getresponse()
+                response = self._send(connection, url, method, path, body, headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 reasons.append(f"{url}: {error or type(error).__name__}")
@@ -96,6 +95,40 @@ class Client:
             return connection, response
         raise Unreachable("no peer answered: " + "; ".join(reasons[:3]))
 
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        url: str,
+        method: str,
+        path: str,
+        body: Any,
+        headers: dict[str, str] | None,
+    ) -> http.client.HTTPResponse:
+        if hasattr(body, "seek"):
+            body.seek(0)
+        every = {"Authorization": f"Bearer {self._token}", **(headers or {})}
+        connection.request(method, urlsplit(url).path.rstrip("/") + path, body, every)
+        return connection.getresponse()
+
+    def _again(
+        self, method: str, path: str, body: Any, headers: dict[str, str] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse] | None:
+        """By the connection of the request before, if the peer has not closed it meanwhile."""
+        with self._lock:
+            url, connection = self._kept or ("", None)
+            self._kept = None
+        if connection is None or url != self._urls[0] or _stale(connection):
+            if connection is not None:
+                connection.close()
+            return None
+        try:
+            return connection, self._send(connection, url, method, path, body, headers)
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            if method in ("GET", "PUT"):
+                return None
+            raise Unreachable(f"{url} broke off; it is not known what became of it") from None
+
     def request(
         self,
         method: str,
@@ -103,14 +136,25 @@ class Client:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> Any:
-        connection, response = self._open(method, path, body, headers)
-        with contextlib.closing(connection):
-            try:
-                data = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise Unreachable(f"the answer broke off: {error!r}") from None
-            kind = response.headers.get_content_type()
-            return json.loads(data) if kind.endswith("json") else data
+        found = self._again(method, path, body, headers)
+        connection, response = found or self._open(method, path, body, headers)
+        try:
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unreachable(f"the answer broke off: {error!r}") from None
+        if response.will_close:
+            connection.close()
+        else:
+            with self._lock:
+                self._kept, connection_before = (self._urls[0], connection), self._kept
+            if connection_before is not None:
+                connection_before[1].close()
+        kind = response.headers.get_content_type()
+        if response.status >= 400:
+            found_problem = json.loads(data) if kind.endswith("json") else {}
+            raise Problem(response.status, found_problem or {"title": response.reason})
+        return json.loads(data) if kind.endswith("json") else data
 
     # ----------------------------------------------------------------- the API
 
@@ -145,31 +189,34 @@ class Client:
         time_scale: float | None = None,
         size_scale: float | None = None,
         key: str | None = None,
+        wait_s: float = 0.0,
     ) -> Workflow:
-        """A file's path or a document as a value; files it names by `path` are uploaded."""
+        """A file's path or a document as a value; files it names by `path` are uploaded.
+
+        `wait_s`: return when it has ended, or after that long; `view()` is the newest seen."""
         from . import submission
 
         text, kind, uploads = submission.prepare(document)
-        scales = {"time_scale": time_scale, "size_scale": size_scale}
-        return self.send(text, kind, uploads, scales, key)
+        asked = {"time_scale": time_scale, "size_scale": size_scale, "wait": wait_s or None}
+        return self.send(text, kind, uploads, asked, key)
 
     def send(
         self,
         text: bytes,
         kind: str,
         uploads: list[tuple[Path, str]],
-        scales: dict[str, float | None],
+        asked: dict[str, float | None],
         key: str | None,
     ) -> Workflow:
         """What `submission.prepare` made of a document: its files first."""
         for path, hash in uploads:
             self.upload(path, hash)
-        asked = urlencode({k: v for k, v in scales.items() if v is not None})
+        query = urlencode({k: v for k, v in asked.items() if v is not None})
         headers = {"Content-Type": kind}
         if key:
             headers["Idempotency-Key"] = key
-        view = self.request("POST", "/v1/workflows" + (f"?{asked}" if asked else ""), text, headers)
-        return Workflow(self, view["id"])
+        view = self.request("POST", "/v1/workflows" + (f"?{query}" if query else ""), text, headers)
+        return Workflow(self, view["id"], view)
 
     def upload(self, path: Path, hash: str | None = None) -> str:
         hash = hash or hash_file(path)
@@ -182,13 +229,27 @@ class Client:
 class Workflow:
     """A submitted workflow, seen through any peer."""
 
-    def __init__(self, client: Client, id: str) -> None:
+    def __init__(self, client: Client, id: str, seen: dict[str, Any] | None = None) -> None:
         self.id = id
+        self._seen = seen or {}
         self._client = client
         self._path = f"/v1/workflows/{quote(id, safe='')}"
 
-    def view(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._client.request("GET", self._path)
+    def view(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """`wait_s`: as it has ended, or as it is after that long."""
+        if self._seen.get("state") not in FINAL:
+            query = f"?wait={wait_s:g}" if wait_s else ""
+            self._seen = self._client.request("GET", self._path + query)
+        return self._seen
+
+    def values(self) -> dict[str, Any]:
+        """What its calls returned, by task, where no other task takes it."""
+        found: dict[str, Any] = {}
+        start: int | None = 0
+        while start is not None:
+            page = self._client.request("GET", f"{self._path}/values?start={start}")
+            found.update(page["values"])
+            start = page["next"]
         return found
 
     def tasks(self, state: str = "") -> Iterator[dict[str, Any]]:
@@ -286,10 +347,20 @@ class Workflow:
             time.sleep(min(2.0, 0.2 * failures))
 
     def wait(self) -> str:
-        """Until it has ended; how."""
-        for _ in self.events():
-            pass
-        return str(self.view()["state"])
+        """Until it has ended; how. A peer that is away for a moment is waited for."""
+        failures = 0
+        while True:
+            try:
+                state = str(self.view(WAIT_S)["state"])
+            except (Unreachable, Problem) as error:
+                failures += 1
+                if failures > 10 or (isinstance(error, Problem) and error.status != 503):
+                    raise
+                time.sleep(min(2.0, 0.2 * failures))
+                continue
+            if state in FINAL:
+                return state
+            failures = 0
 
 
 def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -301,6 +372,14 @@ def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         elif not line and data:
             yield json.loads("\n".join(data))
             data = []
+
+
+def _stale(connection: http.client.HTTPConnection) -> bool:
+    """It was closed by the other side, or says something nobody asked for."""
+    if connection.sock is None:
+        return True
+    readable, _, _ = select.select([connection.sock], [], [], 0)
+    return bool(readable)
 
 
 def _document(response: http.client.HTTPResponse) -> dict[str, Any]:

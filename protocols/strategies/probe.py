@@ -10,6 +10,7 @@ Rules:
   random, and no fewer than a handful, so that there is a choice.
 - Room that is free now is used first, on the peer with the most of it left; a place in a queue
   only when every matching peer has been asked or has just refused.
+- Few enough units to fit where they were submitted are first asked for there: that costs nothing.
 - A peer that refuses is left alone for a while that doubles, until it says that there is room.
 - A unit that has waited long asks peers to *hold* a place for it: no stream of small units keeps a
   large one waiting for ever. Asks of groups that wait longest stand first in every message.
@@ -225,6 +226,9 @@ class Probe:
     ) -> tuple[list[Member], list[Room]]:
         config = self._config
         need = group.needs.capacity
+        me = self._members.me
+        if me in ready and group.left <= slots(me.capacity, need):
+            ready = [me]  # a few units that may fit right here: no message to anybody
         each = sum(slots(m.capacity, need) for m in ready) / len(ready)
         count = math.ceil(group.left / max(1.0, each)) + 2
         count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
