@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sqlite3
@@ -26,6 +27,9 @@ def run(settings: Settings) -> int:
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     os.umask(0o077)
+    # What a workflow is made of lives long and has no cycles: to walk all of it after every few
+    # hundred new objects, as the default is, costs more than it ever frees.
+    gc.set_threshold(20_000, 20, 20)
     channel, _ = nursery.start()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

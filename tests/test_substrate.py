@@ -554,12 +554,14 @@ def test_busy_peers_are_not_asked_in_circles_and_their_queues_are_used() -> None
 def test_a_unit_added_while_its_group_empties_is_not_forgotten() -> None:
     async def scenario() -> None:
         found = await bench(3, faults=Faults(latency_s=0.05))
+        found.probe.add(unit(n) for n in range(90, 92))  # the home itself is full
+        await found.until_placed(2, 5)
         found.probe.add([unit(1)])
         await asyncio.sleep(0.02)  # the question is on its way
         found.probe.withdraw([unit(1).key])
         found.probe.add([unit(2)])
-        await found.until_placed(1, 5)
-        assert found.placed[0].unit.key.task == "t2"
+        await found.until_placed(3, 5)
+        assert found.placed[2].unit.key.task == "t2"
         await found.close()
 
     run(scenario())

@@ -16,6 +16,9 @@ def prepare(source: str | Path | dict[str, Any]) -> tuple[bytes, str, list[tuple
     """The text to send, its media type, and the files to upload before."""
     if isinstance(source, dict):
         text, base = json.dumps(source).encode(), Path()
+        inputs = source.get("inputs")
+        if not inputs:  # nothing to upload; the peer checks the rest
+            return text, "application/json", []
     else:
         path = Path(source)
         text, base = path.read_bytes(), path.parent

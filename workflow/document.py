@@ -37,6 +37,7 @@ EXPANDED_BYTES_MAX = 256 * 2**20
 #: looking for the name somebody meant is dear; after so many mistakes it is not done any more
 SUGGESTIONS_MAX = 20
 _BLOB = re.compile(r"sha256:[0-9a-f]{64}")
+_NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have none
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -50,6 +51,21 @@ def from_value(
     value: Any, lines: Mapping[str, int] | None = None, *, client: bool = False
 ) -> Workflow:
     return _Reader(Problems(lines), client).read(value)
+
+
+def _needs(found: NeedsDocument) -> Needs:
+    return Needs(
+        found.cpus,
+        found.memory,
+        found.disk,
+        found.gpus,
+        found.arch,
+        found.os,
+        found.site,
+        found.speed,
+        tuple(sorted(set(found.labels))),
+        tuple(sorted(set(found.software))),
+    )
 
 
 class _Reader:
@@ -170,15 +186,16 @@ class _Reader:
                     self.producers.setdefault(output, name)
             return
         self._check_template(found, path)
+        needs = _needs(found.needs)
         if found.foreach is None:
-            self._add(name, name, found, Substitution({}), path)
+            self._add(name, name, found, needs, Substitution({}), path)
             made.append(name)
         else:
             for item, variables in items(found.foreach, (*path, "foreach"), self.problems):
                 if len(self.tasks) > TASKS_MAX:
                     break
                 made.append(f"{name}[{item}]")
-                self._add(made[-1], name, found, Substitution(variables), path)
+                self._add(made[-1], name, found, needs, Substitution(variables), path)
             if not made:
                 self.broken.add(name)
         if len(self.tasks) > TASKS_MAX >= len(self.tasks) - len(made):
@@ -217,7 +234,13 @@ class _Reader:
             problems.add((*path, "timeout"), "a time-out is longer than nothing")
 
     def _add(
-        self, task: str, template: str, found: TaskDocument, sub: Substitution, path: Path
+        self,
+        task: str,
+        template: str,
+        found: TaskDocument,
+        needs: Needs,
+        sub: Substitution,
+        path: Path,
     ) -> None:
         inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
         for key, listed in (("inputs", inputs), ("outputs", outputs)):
@@ -244,7 +267,6 @@ class _Reader:
             self.problems.add(
                 (*path, "foreach"), f"a task's id has at most {TASK_ID_MAX} characters"
             )
-        needs = found.needs
         self.places[task] = path
         command = None if found.command is None else sub.texts(found.command)
         self._count_bytes(command, found, path)
@@ -254,23 +276,12 @@ class _Reader:
             command=command,
             call=found.call,
             args=tuple(sub.value(found.args)),
-            kwargs=sub.value(found.kwargs),
-            env={k: sub.text(v) for k, v in found.env.items()},
+            kwargs=sub.value(found.kwargs) if found.kwargs else _NOTHING,
+            env={k: sub.text(v) for k, v in found.env.items()} if found.env else _NOTHING,
             inputs=inputs,
             outputs=outputs,
             after=sub.texts(found.after),
-            needs=Needs(
-                needs.cpus,
-                needs.memory,
-                needs.disk,
-                needs.gpus,
-                needs.arch,
-                needs.os,
-                needs.site,
-                needs.speed,
-                tuple(sorted(set(needs.labels))),
-                tuple(sorted(set(needs.software))),
-            ),
+            needs=needs,
             runtime_s=found.runtime,
             timeout_s=found.timeout,
             retries=found.retries,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from .names import item_name
@@ -81,23 +82,30 @@ def _combined(
     ]
 
 
+@lru_cache(100)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape("{" + v + "}") for v in names) if names else "(?!)")
+
+
 class Substitution:
     """Replaces placeholders in every text of a value."""
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._variables = variables
-        self._pattern = re.compile(
-            "|".join(re.escape("{" + v + "}") for v in variables) if variables else "(?!)"
-        )
+        self._pattern = _pattern(tuple(variables))
 
     def text(self, text: str) -> str:
+        if "{" not in text:
+            return text
         return self._pattern.sub(lambda m: str(self._variables[m[0][1:-1]]), text)
 
     def texts(self, found: list[str]) -> tuple[str, ...]:
-        return tuple(self.text(t) for t in found)
+        return tuple(map(self.text, found))
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):
+            if "{" not in value:
+                return value
             if self._pattern.fullmatch(value):
                 return self._variables[value[1:-1]]
             return self.text(value)
