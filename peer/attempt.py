@@ -29,6 +29,7 @@ from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
 MEMORY_CHECK_S = 0.5
+SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 WORKER_DIED = "the worker process died during the call"
 
 
@@ -56,14 +57,25 @@ class Attempt:
     ) -> None:
         self.work = work
         self.result: dict[str, object] = {}
-        self._home = directory / secrets.token_hex(8)
-        self._log = directory / (self._home.name + ".log")
-        self._value = directory / (self._home.name + ".value")
+        self._name = secrets.token_hex(8)
+        self._place = f"{directory}/{self._name}"
         self._processes = processes
         self._blobs = blobs
         self._transfer = transfer
         self._log_bytes_max = log_bytes_max
         self._left = False  # something of it is on disk
+
+    @property
+    def _home(self) -> Path:
+        return Path(self._place)
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._place + ".log")
+
+    @property
+    def _value(self) -> Path:
+        return Path(self._place + ".value")
 
     @property
     def plain(self) -> bool:
@@ -148,16 +160,15 @@ class Attempt:
 
     def _environment(self) -> dict[str, str]:
         key = self.work.key
-        own = Path(sys.executable).parent
         return {
-            "PATH": f"{own}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": str(self._home),
-            "TMPDIR": str(self._home),
+            "PATH": SEARCHED,
+            "HOME": self._place,
+            "TMPDIR": self._place,
             "LANG": "C.UTF-8",
             **dict(self.work.env),
             "VALENCE_WORKFLOW": key.workflow,
             "VALENCE_TASK": key.task,
-            MARKER: self._home.name,
+            MARKER: self._name,
         }
 
     # ----------------------------------------------------------------- commands
@@ -167,10 +178,10 @@ class Attempt:
         self._left = True
         id, exit = self._processes.spawn(
             command,
-            self._home,
+            self._place,
             new,
             self._environment(),
-            self._log,
+            self._place + ".log",
             self._log_bytes_max,
             self._blobs.blob_bytes_max,
         )
@@ -249,9 +260,9 @@ class Attempt:
                 [ref.name, ref.many, [self._value_row(v) for v in ref.values]]
                 for ref in work.references
             ],
-            "cwd": str(self._home) if self._left else "",
+            "cwd": self._place if self._left else "",
             "env": self._environment() if self._left else dict(work.env),
-            "value_path": str(self._value),
+            "value_path": self._place + ".value",
             "log_bytes_max": self._log_bytes_max,
         }
 

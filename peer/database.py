@@ -69,11 +69,15 @@ class Database:
 
     async def write(self, statements: list[Statement]) -> None:
         """All of them or none, and on disk when this returns."""
+        await asyncio.shield(self.begin(statements))
+
+    def begin(self, statements: list[Statement]) -> asyncio.Future[None]:
+        """The same, begun: what is begun later is written later."""
         if not self._open:
             raise DatabaseError("the database is closed")
         future: asyncio.Future[None] = self._loop.create_future()
         self._queue.put((statements, future))
-        await asyncio.shield(future)
+        return future
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:

@@ -61,6 +61,8 @@ REPORT_BYTES_MAX = 1 << 20
 ENCLOSED_BYTES_MAX = 16 * 1024
 ENCLOSED_TOTAL_BYTES_MAX = 64 * 1024
 REPORT_RETRY_S_MIN, REPORT_RETRY_S_MAX = 0.2, 5.0
+REPORT_LINGER_S = 0.01
+REPORT_AT_ONCE = 50
 DELETE_S = 1.0
 
 
@@ -392,6 +394,10 @@ class Executor:
         delay_s = REPORT_RETRY_S_MIN
         box = self._outbox[home]
         while box:
+            if self._admission.queued and len(box) < REPORT_AT_ONCE:
+                # there is more to do here, so nobody waits for the news that there is room: some
+                # outcomes that come in quick succession share a message
+                await asyncio.sleep(REPORT_LINGER_S)
             batch: dict[AttemptKey, Outcome] = {}
             size = 0
             for key, (ended, _) in box.items():

@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import random
+import sqlite3
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -53,6 +54,7 @@ from protocols.strategy import Placed, Placement, Strategy, Unit
 from workflow.model import Workflow
 
 from .blobs import BlobError, Blobs
+from .database import DatabaseError
 from .journal import Journal
 from .run import FINAL, Run, TaskState
 from .stage import Stage
@@ -66,6 +68,7 @@ COMMIT_BYTES_MAX = 512 * 1024
 RUNS_REMEMBERED = 32
 ACTIVE_MAX = 1000
 LOSSES_MAX = 30
+PUBLISH_S = 0.3
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 CHECK_S = 5.0
 RUNTIME_S_MAX = 1e8
@@ -106,7 +109,8 @@ class Home:
         self._settled = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: dict[str, asyncio.Event] = {}
-        self._submitting = 0
+        self._creating: dict[str, asyncio.Future[None]] = {}  # not on disk yet
+        self._unpublished: set[str] = set()
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
         members.listen(self._member_changed)
@@ -134,7 +138,7 @@ class Home:
             wire_needs(needs)  # what can't be asked for is refused before it is on disk
         if self.closed:
             raise Refused("leaving", "this peer is leaving; submit to another one")
-        if len(self._active) + self._submitting >= ACTIVE_MAX:
+        if len(self._active) >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
         now = self._clock()
         count = len(workflow.tasks)
@@ -151,17 +155,34 @@ class Home:
             text,
             json.dumps(options),
         )
-        self._submitting += 1
-        try:
-            at = await self.journal.create(row, {"tasks": count})
-        finally:
-            self._submitting -= 1
+        if id in self._active or self.journal.rows("where id = ?", (id,)):
+            raise sqlite3.IntegrityError(f"workflow {id} is here already")
+        at, written = self.journal.create(row, {"tasks": count})
         run = Run(id, workflow, now, self._rpc.me.id)
         run.apply("submitted", {}, at)
+        # while it is being written, peers are found for it; none is told before it is on disk
         self._active[id] = run
+        self._creating[id] = written
+        try:
+            self._begin(run)
+            await asyncio.shield(written)
+        except (DatabaseError, sqlite3.Error):
+            self._undo(run)
+            raise
+        finally:
+            self._creating.pop(id, None)
         self.counts["submitted"] += 1
-        self._begin(run)
         return run
+
+    def _undo(self, run: Run) -> None:
+        """It could not be written, and never was."""
+        run.ended_at = run.submitted_at
+        del self._active[run.id]
+        _, staging = self._stages.pop(run.id, (None, None))
+        if staging is not None:
+            staging.cancel()
+        self.strategy(run).withdraw(_key(run, t.id, t.number + 1) for t in run.tasks.values())
+        self.journal.remove(run.id)
 
     def load(self) -> None:
         """After a restart, before anybody is heard: what had not ended, as its journal says."""
@@ -194,15 +215,21 @@ class Home:
                     self._check_at[attempt.peer] = 0.0
 
     def _begin(self, run: Run) -> None:
-        self._spawn(self._publish(run.id))
+        self._unpublished.add(run.id)
+        if len(self._unpublished) == 1:
+            self._spawn(self._publish())
         if run.unstaged and run.id not in self._stages:
             stage = Stage(run, self._blobs, self._transfer)
             self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
         self._place_ready(run)
         self._conclude(run)
 
-    async def _publish(self, id: str) -> None:
-        await self._records.publish({key_of("home", id): self._rpc.me.id}, int(self._clock()))
+    async def _publish(self) -> None:
+        """Where workflows have their home, some at a time. Who needs it sooner asks around."""
+        await asyncio.sleep(PUBLISH_S)
+        ids, self._unpublished = self._unpublished, set()
+        records = {key_of("home", id): self._rpc.me.id for id in ids}
+        await self._records.publish(records, int(self._clock()))
 
     def _replay(self, id: str) -> Run | None:
         found = self.journal.document(id)
@@ -342,7 +369,8 @@ class Home:
                 entry[1].append((key.task, key.number, one.peer.id, boot))
             for placement, attempts in by_placement.values():
                 body = {"placement": placement.to_row(), "attempts": attempts}
-                self._write(run, "started", body)
+                here = all(peer == self._rpc.me.id for _, _, peer, _ in attempts)
+                self._write(run, "started", body, soon=here)
             for one in rows:
                 self._gave(run, one.unit.key.task, one.unit.key.number, one.peer.id)
                 self._committing.add(one.unit.key)
@@ -357,7 +385,10 @@ class Home:
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
         here = [one for one in rows if one.peer.id == self._rpc.me.id]
         away = [one for one in rows if one.peer.id != self._rpc.me.id]
+        created = self._creating.get(run.id)
         try:
+            if created is not None:
+                await asyncio.wait([created])
             await self._send(run, here)
             if away:
                 await self.journal.synced()
@@ -651,8 +682,8 @@ class Home:
             async with asyncio.timeout(wait_s):
                 await event.wait()
 
-    def _write(self, run: Run, kind: str, body: dict[str, Any]) -> None:
-        at = self.journal.append(run.id, run.seq, kind, body)
+    def _write(self, run: Run, kind: str, body: dict[str, Any], soon: bool = False) -> None:
+        at = self.journal.append(run.id, run.seq, kind, body, soon)
         run.apply(kind, body, at)
 
     # ----------------------------------------------------------------- cancelling

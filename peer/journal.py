@@ -1,7 +1,8 @@
 """The journal of the workflows whose home is here: entries in order, in batches, on disk.
 
 `append` gives entries their numbers at once, and `synced` waits until they are on disk. While one
-batch is being written the next gathers, so a busy home pays one sync for many entries. A disk that
+batch is being written the next gathers, so a busy home pays one sync for many entries; one that
+nobody waits for (`soon`) goes with the next that somebody does, or after a moment. A disk that
 refuses is tried again, with the entries in their order, and nothing is acknowledged meanwhile.
 """
 
@@ -20,6 +21,7 @@ from .database import Database, DatabaseError, Statement
 log = logging.getLogger("valence.journal")
 
 RETRY_S_MAX = 5.0
+SOON_S = 0.02
 
 
 class Journal:
@@ -32,26 +34,40 @@ class Journal:
         self._next: asyncio.Future[None] | None = None
         self._current: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._changed: dict[str, asyncio.Event] = {}
         self._touched: set[str] = set()
 
-    def append(self, workflow: str, seq: int, kind: str, body: dict[str, Any]) -> float:
+    def append(
+        self, workflow: str, seq: int, kind: str, body: dict[str, Any], soon: bool = False
+    ) -> float:
         """Returns the entry's time. It is on disk after the next `synced`."""
         at = self._clock()
         packed = msgpack.packb(body)
         self._put(
             workflow,
             ("insert into entries values (?, ?, ?, ?, ?)", (workflow, seq, at, kind, packed)),
+            soon,
         )
         self.entries += 1
         return at
 
-    def _put(self, workflow: str, statement: Statement) -> None:
+    def _put(self, workflow: str, statement: Statement, soon: bool = False) -> None:
         self._waiting.append(statement)
         self._touched.add(workflow)
+        loop = asyncio.get_running_loop()
         if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        if self._writer is None or self._writer.done():
+            self._next = loop.create_future()
+        if not soon:
+            self._start()
+        elif self._timer is None:
+            self._timer = loop.call_later(SOON_S, self._start)
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and (self._writer is None or self._writer.done()):
             self._writer = asyncio.ensure_future(self._write())
 
     def update_state(self, workflow: str, state: str, ended_at: float | None) -> None:
@@ -60,6 +76,7 @@ class Journal:
 
     async def synced(self) -> None:
         """All that was appended so far is on disk."""
+        self._start()
         waiting = self._next or self._current
         if waiting is not None:
             await asyncio.shield(waiting)
@@ -89,11 +106,15 @@ class Journal:
                 if event is not None:
                     event.set()
 
-    async def create(self, row: tuple[Any, ...], body: dict[str, Any]) -> float:
-        """A new workflow, its row and first entry at once. Raises if it can't be written."""
+    def create(
+        self, row: tuple[Any, ...], body: dict[str, Any]
+    ) -> tuple[float, asyncio.Future[None]]:
+        """A new workflow, its row and first entry at once: the time, and when it is on disk.
+
+        What is appended later is written later; if this fails, `remove` what was."""
         at = self._clock()
         packed = msgpack.packb(body)
-        await self._database.write(
+        written = self._database.begin(
             [
                 ("insert into workflows values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row),
                 (
@@ -103,7 +124,10 @@ class Journal:
             ]
         )
         self.entries += 1
-        return at
+        return at, written
+
+    def remove(self, workflow: str) -> None:
+        self._put(workflow, ("delete from entries where workflow = ?", (workflow,)))
 
     def changed(self, workflow: str) -> asyncio.Event:
         """Set when something more of this workflow is on disk."""

@@ -244,10 +244,10 @@ class Processes:
     def spawn(
         self,
         argv: tuple[str, ...],
-        cwd: Path,
+        cwd: str,
         new: bool,
         env: Mapping[str, str],
-        log: Path,
+        log: str,
         log_bytes_max: int,
         file_bytes_max: int,
     ) -> tuple[int, asyncio.Future[Exit]]:
@@ -257,7 +257,7 @@ class Processes:
         self._exits[id] = future
         self.spawned += 1
         limits = (log_bytes_max, file_bytes_max)
-        self._tell("spawn", id, argv, str(cwd), new, dict(env), str(log), *limits)
+        self._tell("spawn", id, argv, cwd, new, env, log, *limits)
         return id, future
 
     async def end(self, id: int, exit: asyncio.Future[Exit]) -> None:

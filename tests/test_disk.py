@@ -152,7 +152,7 @@ async def processes(tmp_path: Path) -> tuple[Processes, int]:
 def spawn(found: Processes, tmp_path: Path, *argv: str):
     environment = {"PATH": os.environ["PATH"]}
     log = tmp_path / f"log-{found.spawned}"
-    return found.spawn(argv, tmp_path, False, environment, log, 1000, 10**9)
+    return found.spawn(argv, str(tmp_path), False, environment, str(log), 1000, 10**9)
 
 
 async def test_many_short_commands_and_the_nursery_lives(tmp_path: Path) -> None:

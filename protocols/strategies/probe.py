@@ -257,6 +257,12 @@ class Probe:
         self, asks: dict[bytes, list[tuple[_Group, Room]]]
     ) -> tuple[list[_Offer], list[tuple[bytes, _Group, int, str]]]:
         """Ask all at once; wait a little; late answers are given back."""
+        me = self._members.me
+        if list(asks) == [me.contact.id]:
+            rows = asks[me.contact.id]
+            message = Reserve(asks=tuple(room for _, room in rows))
+            mine = await self._rpc.call(me.contact, message, Offers)
+            return self._answers([(me, rows, mine)])
         calls: dict[asyncio.Task[Offers], tuple[Member, list[tuple[_Group, Room]]]] = {}
         for peer, rows in asks.items():
             member = self._members.get(peer)
@@ -266,9 +272,9 @@ class Probe:
             call = self._rpc.call(member.contact, message, Offers, self._config.lease_ttl_s / 2)
             calls[asyncio.ensure_future(call)] = (member, rows)
         done, late = await asyncio.wait(calls, timeout=self._config.probe_answer_s)
-        offers: list[_Offer] = []
-        asked: list[tuple[bytes, _Group, int, str]] = []
         now = self._now()
+        asked: list[tuple[bytes, _Group, int, str]] = []
+        answers: list[tuple[Member, list[tuple[_Group, Room]], Offers]] = []
         for task in late:
             member, rows = calls[task]
             self._refused(self._peer(member), now)
@@ -278,11 +284,20 @@ class Probe:
         for task in done:
             member, rows = calls[task]
             try:
-                answer = task.result()
+                answers.append((member, rows, task.result()))
             except CallFailed as error:
                 self._refused(self._peer(member), now)
                 asked.extend((member.contact.id, g, 0, str(error)) for g, _ in rows)
-                continue
+        offers, told = self._answers(answers)
+        return offers, asked + told
+
+    def _answers(
+        self, answers: list[tuple[Member, list[tuple[_Group, Room]], Offers]]
+    ) -> tuple[list[_Offer], list[tuple[bytes, _Group, int, str]]]:
+        now = self._now()
+        offers: list[_Offer] = []
+        asked: list[tuple[bytes, _Group, int, str]] = []
+        for member, rows, answer in answers:
             short = False
             for (group, room), grant in zip(rows, answer.grants, strict=False):
                 short |= len(grant.leases) - grant.queued < room.count
