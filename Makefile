@@ -17,9 +17,12 @@ test: check  ## everything CI runs
 	@$(BIN)/python -m pytest
 check: $(VENV)/dev  ## formatting, lint, strict types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
-bench: $(VENV)/run  ## tasks a second on this machine
-	@$(BIN)/python -m bench
+.bench/env: bench/requirements.txt
+	@test -x $@/bin/python || $(PYTHON) -m venv $@
+	@$@/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt && touch $@
+bench: $(VENV)/run .bench/env  ## the same work on Valence, Dask and Ray; ARGS=--json for a script
+	@$(BIN)/python -m bench --others .bench/env/bin/python $(ARGS)
 up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
 	@$(BIN)/valence up
 clean:
-	@rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .bench build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

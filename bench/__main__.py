@@ -1,7 +1,9 @@
-"""`make bench`: tasks a second through a real local cluster, journal and security on.
+"""`make bench`: the same work on Valence, Dask and Ray, with the same number of slots.
 
-`python -m bench [--peers N] [--json]`. These machines are noisy: the best of several runs counts,
-and only ratios within one run mean much.
+`python -m bench [--slots N] [--runs N] [--others PYTHON] [--json]`. The systems take turns, each
+started anew for each of its runs, and the best of its runs counts. Machines are noisy: only the
+ratios within one such comparison mean something. `--others` is the interpreter of an environment
+with Dask and Ray; without it only Valence is measured.
 """
 
 from __future__ import annotations
@@ -11,70 +13,119 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
+from pathlib import Path
 from typing import Any
 
-from valence.client import Client
 from valence.display import Display
 
-VALENCE = [sys.executable, "-m", "valence"]
+HERE = Path(__file__).parent
+RUN_S_MAX = 600
+WORKS = {
+    "noops": "10,000 no-op calls",
+    "commands": "2,000 x /bin/true",
+    "layers": "100 x 20 layers, each of two",
+    "latency": "one no-op, there and back",
+}
+COSTS = ("messages", "bytes", "syncs", "wakeups", "cpu_us")
 
 
-def noops(count: int) -> dict[str, Any]:
-    tasks = {"n": {"foreach": count, "call": "operator:add", "args": ["{item}", 1]}}
-    return {"name": f"{count} no-op calls", "tasks": tasks}
+def run(system: str, python: str, slots: int, *more: str) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    found = subprocess.run(
+        [python, str(HERE / f"with_{system}.py"), str(slots), *more],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=RUN_S_MAX,
+    )
+    if found.returncode:
+        raise SystemExit(f"{system} failed:\n{found.stderr[-4000:]}")
+    return [json.loads(line) for line in found.stdout.splitlines() if line.startswith('{"work"')]
 
 
-def trues(count: int) -> dict[str, Any]:
-    return {"name": f"{count} commands", "tasks": {"t": {"foreach": count, "command": ["true"]}}}
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    systems = ["valence", *(["dask", "ray"] if options.others else [])]
+    best: dict[str, dict[str, float]] = {work: {} for work in WORKS}
+    costs: dict[str, dict[str, float]] = {}
+    for turn in range(options.runs):
+        for system in systems:
+            print(f"run {turn + 1} of {options.runs}: {system}", file=sys.stderr, flush=True)
+            python = sys.executable if system == "valence" else options.others
+            for row in run(system, python, options.slots):
+                if "seconds" in row:
+                    mine = best[row["work"]]
+                    mine[system] = min(mine.get(system, row["seconds"]), row["seconds"])
+                else:
+                    costs[row["work"]] = {name: row[name] for name in COSTS if name in row}
+    ratios = {
+        work: min(s for name, s in found.items() if name != "valence") / found["valence"]
+        for work, found in best.items()
+        if len(found) > 1
+    }
+    print("growth: ten times the work", file=sys.stderr, flush=True)
+    growth = run("valence", sys.executable, options.slots, "--long")[-1]
+    return {
+        "slots": options.slots,
+        "runs": options.runs,
+        "seconds": best,
+        "times_as_fast_as_the_faster_other": ratios,
+        "per_task": costs,
+        "growth": {k: v for k, v in growth.items() if k != "work"},
+    }
 
 
-def layers(width: int, depth: int) -> dict[str, Any]:
-    """Each task depends on two of the layer above."""
-    tasks: dict[str, Any] = {}
-    for level in range(depth):
-        for i in range(width):
-            above = [f"l{level - 1}.{i}", f"l{level - 1}.{(i + 1) % width}"] if level else []
-            tasks[f"l{level}.{i}"] = {"call": "operator:add", "args": [1, 1], "after": above}
-    return {"name": f"{width} x {depth} layers", "tasks": tasks}
+def show(found: dict[str, Any], display: Display) -> None:
+    rows = []
+    for work, text in WORKS.items():
+        seconds = found["seconds"][work]
+        ratio = found["times_as_fast_as_the_faster_other"].get(work)
+        rows.append(
+            (
+                text,
+                *(_speed(work, seconds.get(system)) for system in ("valence", "dask", "ray")),
+                f"{ratio:.2f} x" if ratio else "",
+            )
+        )
+    display.table(("WORK", "VALENCE", "DASK", "RAY", "VALENCE / FASTER OTHER"), rows)
+    display.say("")
+    costs = [
+        (WORKS[work], *(f"{row.get(name, 0):.2f}" for name in COSTS))
+        for work, row in found["per_task"].items()
+    ]
+    display.table(("VALENCE, PER TASK", "MESSAGES", "BYTES", "SYNCS", "WAKE-UPS", "CPU US"), costs)
+    grown = found["growth"]
+    display.say("")
+    display.say(
+        f"100,000 no-op calls: {grown['large_s']:.1f} s, {grown['times']:.1f} times what 10,000 "
+        f"take; the home keeps {grown['bytes_per_task']:.0f} bytes per finished task"
+    )
 
 
-def timed(client: Client, document: dict[str, Any]) -> float:
-    start = time.monotonic()
-    state = client.submit(document).wait()
-    assert state == "succeeded", state
-    return time.monotonic() - start
+def _speed(work: str, seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if work == "latency":
+        return f"{seconds * 1000:.2f} ms"
+    counts = {"noops": 10_000, "commands": 2_000, "layers": 2_000}
+    return f"{counts[work] / seconds:,.0f} /s"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--others", metavar="PYTHON", help="interpreter with dask and ray")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    works = [(1000, noops(1000)), (500, trues(500)), (500, layers(50, 10)), (1, noops(1))]
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="valence-bench-") as home:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
-        environment["VALENCE_HOME"] = home
-        up = [*VALENCE, "up", "--peers", str(options.peers), "--detach"]
-        subprocess.run(up, env=environment, check=True, stdout=subprocess.DEVNULL)
-        os.environ["VALENCE_HOME"] = home
-        try:
-            client = Client()
-            timed(client, noops(10))
-            for count, document in works:
-                best = min(timed(client, document) for _ in range(options.runs))
-                rows.append({"work": document["name"], "seconds": best, "per_s": count / best})
-        finally:
-            down = [*VALENCE, "down"]
-            subprocess.run(down, env=environment, check=True, stdout=subprocess.DEVNULL)
+    found = compare(options)
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        table = [(r["work"], f"{r['seconds']:.3f}", f"{r['per_s']:.0f}") for r in rows]
-        Display().table(("WORK", "SECONDS", "TASKS/S"), table)
+        show(found, Display())
     return 0
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import resource
 import signal
 import socket
 import time
@@ -433,6 +434,7 @@ class Daemon:
                 "entries": self.journal.entries,
             },
         )
+        add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(
             "capacity",
@@ -456,6 +458,15 @@ class Daemon:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _process() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 6),
+        "wakeups": used.ru_nvcsw,
+        "preemptions": used.ru_nivcsw,
+    }
 
 
 def _at(contact: Contact) -> str:

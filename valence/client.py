@@ -158,6 +158,11 @@ class Client:
 
     # ----------------------------------------------------------------- the API
 
+    def metrics(self) -> str:
+        """Of the peer that answers, as Prometheus reads them."""
+        found: bytes = self.request("GET", "/metrics")
+        return found.decode()
+
     def peers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.request("GET", "/v1/peers")["peers"]
         return found

@@ -1,0 +1,142 @@
+"""Valence: a peer for each slot, journal and security on, asked over HTTP as any user asks.
+
+What a task costs is counted by the peers' own metrics, before and after each work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from works import COMMANDS, DEPTH, NOOPS, TRUE, WIDTH, latency, parents, say, timed
+
+from valence.client import Client
+
+VALENCE = [sys.executable, "-m", "valence"]
+
+
+def noops(count: int) -> dict[str, Any]:
+    tasks = {"n": {"foreach": count, "call": "operator:pos", "args": ["{item}"]}}
+    return {"name": f"{count} no-op calls", "tasks": tasks}
+
+
+def commands(count: int) -> dict[str, Any]:
+    return {"name": f"{count} commands", "tasks": {"t": {"foreach": count, "command": [TRUE]}}}
+
+
+def layers() -> dict[str, Any]:
+    """Each takes the values of two of the layer above."""
+    tasks: dict[str, Any] = {}
+    for level in range(DEPTH):
+        for i in range(WIDTH):
+            above: list[Any] = [{"result": f"l{level - 1}.{p}"} for p in parents(i)]
+            tasks[f"l{level}.{i}"] = {"call": "operator:or_", "args": above if level else [i, i]}
+    return {"name": f"{WIDTH} x {DEPTH} layers", "tasks": tasks}
+
+
+def counted(urls: list[str]) -> Counter[str]:
+    """Of all peers together: messages and bytes between them, syncs, wake-ups."""
+    found: Counter[str] = Counter()
+    for url in urls:
+        for line in Client(url, os.environ["VALENCE_TOKEN"]).metrics().splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == 'valence_disk_total{kind="syncs"}':
+                found["syncs"] += float(value)
+            elif name.startswith("valence_messages_total{"):
+                found["messages"] += float(value)
+            elif name == 'valence_calls_total{kind="bytes_sent"}':
+                found["bytes"] += float(value)
+            elif name == 'valence_process_total{kind="wakeups"}':
+                found["wakeups"] += float(value)
+            elif name == 'valence_process_total{kind="cpu_seconds"}':
+                found["cpu_us"] += 1e6 * float(value)
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def do(client: Client, urls: list[str], work: str, count: int, document: dict[str, Any]) -> None:
+    before = counted(urls)
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        workflow = client.submit(document)
+        assert workflow.wait() == "succeeded", workflow.view()
+        if work != "commands":
+            found.update(workflow.values())
+
+    timed(work, count, run)
+    if work == "noops":
+        assert found == {f"n[{i}]": i for i in range(count)}
+    elif work == "layers":
+        assert len(found) == WIDTH, len(found)
+    after = counted(urls)
+    say(work, **{name: (after[name] - before[name]) / count for name in after})
+
+
+def main(slots: int, long: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="valence-bench-") as home:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
+        environment["VALENCE_HOME"] = home
+        up = [*VALENCE, "up", "--peers", str(slots), "--cpus", "1", "--detach"]
+        subprocess.run(up, env=environment, check=True, stdout=subprocess.DEVNULL)
+        try:
+            os.environ["VALENCE_TOKEN"] = Path(home, "token").read_text().strip()
+            os.environ["VALENCE_HOME"] = home
+            client = Client()
+            while len(client.peers()) < slots:
+                time.sleep(0.1)
+            peers = client.peers()
+            urls = [peer["http"] for peer in peers]
+            client.submit(noops(200)).wait()
+            if long:
+                grow(client, next(p["pid"] for p in peers if p["me"]))
+                return
+            do(client, urls, "noops", NOOPS, noops(NOOPS))
+            time.sleep(1.0)
+            do(client, urls, "layers", WIDTH * DEPTH, layers())
+            time.sleep(1.0)
+            do(client, urls, "commands", COMMANDS, commands(COMMANDS))
+            time.sleep(1.0)
+            one = noops(1)
+
+            def single() -> None:
+                assert client.submit(one, wait_s=10).view()["values"] == {"n[0]": 0}
+
+            latency("latency", single)
+        finally:
+            down = [*VALENCE, "down"]
+            subprocess.run(down, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def grow(client: Client, pid: int) -> None:
+    """Ten times the work: how much longer, and how much memory a finished task leaves."""
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        workflow = client.submit(noops(count))
+        assert workflow.wait() == "succeeded", workflow.view()
+        return time.perf_counter() - start
+
+    small = min(run(NOOPS) for _ in range(3))
+    before = pss_bytes(pid)
+    large = run(10 * NOOPS)
+    held = (pss_bytes(pid) - before) / (10 * NOOPS)
+    say("growth", small_s=small, large_s=large, times=large / small, bytes_per_task=held)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), "--long" in sys.argv)
