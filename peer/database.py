@@ -17,13 +17,14 @@ from typing import Any
 
 Statement = tuple[str, Sequence[Any]]
 BATCH_MAX = 512
+PATIENCE_S = 0.005
 
 _SCHEMA = """
 create table if not exists meta (key text primary key, value) without rowid;
 create table if not exists workflows (
     id text primary key, name text not null, owner text not null, state text not null,
     submitted_at real not null, ended_at real, tasks integer not null,
-    idempotency text unique, document blob not null, options text not null
+    idempotency text, document blob not null, options text not null
 ) without rowid;
 create index if not exists workflows_by_time on workflows (submitted_at desc, id);
 create table if not exists entries (
@@ -52,6 +53,8 @@ class Database:
         self._queue: queue.SimpleQueue[tuple[list[Statement], asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
         )
+        self._patient: list[tuple[list[Statement], asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._reader = self._connect()
         self._reader.executescript(_SCHEMA)
         self._lock = threading.Lock()
@@ -71,13 +74,29 @@ class Database:
         """All of them or none, and on disk when this returns."""
         await asyncio.shield(self.begin(statements))
 
-    def begin(self, statements: list[Statement]) -> asyncio.Future[None]:
-        """The same, begun: what is begun later is written later."""
+    def begin(self, statements: list[Statement], patient: bool = False) -> asyncio.Future[None]:
+        """The same, begun: what is begun later is written later.
+
+        `patient`: it may share the sync of what comes within the next moment."""
         if not self._open:
             raise DatabaseError("the database is closed")
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put((statements, future))
+        if patient:
+            self._patient.append((statements, future))
+            if self._timer is None:
+                self._timer = self._loop.call_later(PATIENCE_S, self._flush)
+        else:
+            self._flush()
+            self._queue.put((statements, future))
         return future
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for item in self._patient:
+            self._queue.put(item)
+        self._patient.clear()
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
@@ -137,6 +156,7 @@ class Database:
 
     async def close(self) -> None:
         self._open = False
+        self._flush()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 10)
         self._reader.close()

@@ -61,8 +61,8 @@ REPORT_BYTES_MAX = 1 << 20
 ENCLOSED_BYTES_MAX = 16 * 1024
 ENCLOSED_TOTAL_BYTES_MAX = 64 * 1024
 REPORT_RETRY_S_MIN, REPORT_RETRY_S_MAX = 0.2, 5.0
-REPORT_LINGER_S = 0.01
-REPORT_AT_ONCE = 50
+GATHER_S = 0.01
+GATHER_MAX = 100
 DELETE_S = 1.0
 
 
@@ -302,9 +302,7 @@ class Executor:
             log.error("the outcome of %s: %s", held.work.key, error)
             reason = f"what it left can't be told: {error.errors()[0]['msg']}"[:2000]
             ended = outcome(held.work, {"kind": "failed", "reason": reason}, times)
-        if held.home == self._rpc.me.id:
-            self._post(held, ended, None)
-        elif ended.outputs:
+        if ended.outputs and held.home != self._rpc.me.id:
             held.task = asyncio.ensure_future(self._save_with_files(held, ended))
         else:
             self._save(held, ended)
@@ -323,18 +321,30 @@ class Executor:
         self._save(held, ended)
 
     def _save(self, held: _Held, ended: Outcome) -> None:
+        if held.home == self._rpc.me.id and not self._admission.queued:
+            self._post(held, ended, None)
+            return
         self._unsaved.append((held, ended))
         if self._saver is None or self._saver.done():
             self._saver = asyncio.ensure_future(self._save_all())
 
     async def _save_all(self) -> None:
-        """What ended while the disk was busy shares the next write: a row for each home."""
+        """What ended while the disk was busy shares the next write: a row for each home.
+
+        While more waits to run here, nobody waits for the news that there is room: outcomes that
+        come in quick succession are gathered for a moment."""
         delay_s = 0.1
         while self._unsaved:
+            if self._admission.queued and len(self._unsaved) < GATHER_MAX:
+                await asyncio.sleep(GATHER_S)
             batch, self._unsaved = self._unsaved, []
             by_home: dict[bytes, list[tuple[_Held, Outcome]]] = {}
             for held, ended in batch:
                 by_home.setdefault(held.home, []).append((held, ended))
+            for held, ended in by_home.pop(self._rpc.me.id, ()):
+                self._post(held, ended, None)
+            if not by_home:
+                continue
             statements = self._take_deletes()
             rows = []
             for home, found in by_home.items():
@@ -394,10 +404,6 @@ class Executor:
         delay_s = REPORT_RETRY_S_MIN
         box = self._outbox[home]
         while box:
-            if self._admission.queued and len(box) < REPORT_AT_ONCE:
-                # there is more to do here, so nobody waits for the news that there is room: some
-                # outcomes that come in quick succession share a message
-                await asyncio.sleep(REPORT_LINGER_S)
             batch: dict[AttemptKey, Outcome] = {}
             size = 0
             for key, (ended, _) in box.items():

@@ -131,7 +131,9 @@ class Gateway:
 
     # ----------------------------------------------------------------- submitting
 
-    async def submit(self, text: bytes, options: dict[str, Any], owner: str) -> tuple[str, bool]:
+    async def submit(
+        self, text: bytes, options: dict[str, Any], owner: str, patient: bool
+    ) -> tuple[str, bool]:
         """The workflow's id, and whether it is new."""
         try:
             if len(text) <= INLINE_BYTES_MAX:
@@ -161,7 +163,7 @@ class Gateway:
                 if problem.status != 404:
                     raise
         try:
-            run = await self._home.submit(text, workflow, id, options, owner)
+            run = await self._home.submit(text, workflow, id, options, owner, patient)
         except Refused as error:
             raise Problem(503, error.text) from None
         except ValidationError as error:

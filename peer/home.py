@@ -131,9 +131,15 @@ class Home:
     # ----------------------------------------------------------------- beginning
 
     async def submit(
-        self, text: bytes, workflow: Workflow, id: str, options: dict[str, object], owner: str
+        self,
+        text: bytes,
+        workflow: Workflow,
+        id: str,
+        options: dict[str, object],
+        owner: str,
+        patient: bool = False,
     ) -> Run:
-        """On disk when this returns."""
+        """On disk when this returns; `patient`: its user waits for its end anyway."""
         for needs in {task.needs for task in workflow.tasks.values()}:
             wire_needs(needs)  # what can't be asked for is refused before it is on disk
         if self.closed:
@@ -157,10 +163,11 @@ class Home:
         )
         if id in self._active or self.journal.rows("where id = ?", (id,)):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
-        at, written = self.journal.create(row, {"tasks": count})
+        at, written = self.journal.create(row, {"tasks": count}, patient)
         run = Run(id, workflow, now, self._rpc.me.id)
         run.apply("submitted", {}, at)
-        # while it is being written, peers are found for it; none is told before it is on disk
+        # While it is being written, peers are found for it. None but this one is told before it is
+        # on disk: should that fail, nobody else has heard of it, and what began here is ended.
         self._active[id] = run
         self._creating[id] = written
         try:
@@ -182,6 +189,9 @@ class Home:
         if staging is not None:
             staging.cancel()
         self.strategy(run).withdraw(_key(run, t.id, t.number + 1) for t in run.tasks.values())
+        mine = [key for key in self._at[self._rpc.me.id] if key.workflow == run.id]
+        if mine:
+            self._abort_at(self._rpc.me.id, mine)
         self.journal.remove(run.id)
 
     def load(self) -> None:
@@ -373,8 +383,26 @@ class Home:
                 self._write(run, "started", body, soon=here)
             for one in rows:
                 self._gave(run, one.unit.key.task, one.unit.key.number, one.peer.id)
-                self._committing.add(one.unit.key)
-            self._spawn(self._dispatch(run, rows))
+            me = self._rpc.me.id
+            away = [one for one in rows if one.peer.id != me]
+            if len(away) < len(rows):
+                self._start_here(run, [one for one in rows if one.peer.id == me])
+            if away:
+                self._committing.update(one.unit.key for one in away)
+                self._spawn(self._dispatch(run, away))
+
+    def _start_here(self, run: Run, rows: list[Placed]) -> None:
+        """By this very peer: nothing of it outlives a crash, so it waits for no disk."""
+        works = [work for one in rows if (work := self._make_work(run, one)) is not None]
+        if len(works) < len(rows):
+            wanted = {work.lease for work in works}
+            unused = tuple(one.lease for one in rows if one.lease not in wanted)
+            self._rpc.tell(self._rpc.me, ReturnLeases(leases=unused))
+        answer = self._rpc.ask_self(Commit.of(tuple(works)), Committed)
+        refused = [(w.key, "refused") for w in works] if answer is None else answer.refused
+        if refused:
+            why = "the peer refused it: "
+            self._lost([(key, why + text) for key, text in refused], begun=False)
 
     def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
         key = _key(run, task, number)
@@ -383,16 +411,12 @@ class Home:
         self._check_at.setdefault(peer, now + CHECK_S)
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
-        here = [one for one in rows if one.peer.id == self._rpc.me.id]
-        away = [one for one in rows if one.peer.id != self._rpc.me.id]
         created = self._creating.get(run.id)
         try:
             if created is not None:
                 await asyncio.wait([created])
-            await self._send(run, here)
-            if away:
-                await self.journal.synced()
-                await self._send(run, away)
+            await self.journal.synced()
+            await self._send(run, rows)
         finally:
             self._committing.difference_update(one.unit.key for one in rows)
 

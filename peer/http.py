@@ -189,7 +189,7 @@ class Http:
             options["idempotency"] = key
         text = await request.read()
         wait = _wait(request)
-        id, new = await self._gateway.submit(text, options, "default")
+        id, new = await self._gateway.submit(text, options, "default", bool(wait))
         view = await self._view(id, wait)
         return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{id}"})
 

@@ -107,7 +107,7 @@ class Journal:
                     event.set()
 
     def create(
-        self, row: tuple[Any, ...], body: dict[str, Any]
+        self, row: tuple[Any, ...], body: dict[str, Any], patient: bool
     ) -> tuple[float, asyncio.Future[None]]:
         """A new workflow, its row and first entry at once: the time, and when it is on disk.
 
@@ -121,7 +121,8 @@ class Journal:
                     "insert into entries values (?, ?, ?, ?, ?)",
                     (row[0], 0, at, "submitted", packed),
                 ),
-            ]
+            ],
+            patient,
         )
         self.entries += 1
         return at, written

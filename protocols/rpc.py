@@ -167,6 +167,11 @@ class Rpc:
             result = await result
         return result or Refusal(code="nothing")
 
+    def ask_self(self, message: Message, answer: type[R]) -> R | None:
+        """What this very peer answers on the spot; None if it refuses or needs time."""
+        result = self._handle(self.me, message)
+        return result if isinstance(result, answer) else None
+
     async def _call_far(
         self, to: Contact, message: Message, timeout_s: float, probing: bool
     ) -> Message:

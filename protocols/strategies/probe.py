@@ -10,7 +10,8 @@ Rules:
   random, and no fewer than a handful, so that there is a choice.
 - Room that is free now is used first, on the peer with the most of it left; a place in a queue
   only when every matching peer has been asked or has just refused.
-- Few enough units to fit where they were submitted are first asked for there: that costs nothing.
+- Few enough units to fit where they were submitted are placed there, on the spot: that costs no
+  message and no wait.
 - A peer that refuses is left alone for a while that doubles, until it says that there is room.
 - A unit that has waited long asks peers to *hold* a place for it: no stream of small units keeps a
   large one waiting for ever. Asks of groups that wait longest stand first in every message.
@@ -45,6 +46,7 @@ from ..rpc import CallFailed, Rpc
 from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
 
 GROUPS_PER_ROUND = 32
+HERE_GROUPS_MAX = 4
 
 _GroupKey = tuple[Needs, int | None]
 
@@ -108,6 +110,7 @@ class Probe:
         self._units: dict[AttemptKey, _Group] = {}
         self._peers: dict[bytes, _Peer] = {}
         self._order = 0
+        self._asking = False
         self._wake = asyncio.Event()
         self._late: set[asyncio.Task[Offers]] = set()
         members.listen(lambda old, new: self._wake.set())
@@ -122,7 +125,9 @@ class Probe:
             self._order += 1
             # a second of waiting weighs as much as a second of work behind it: none starves
             self._put(unit, now - unit.rank, self._order, now)
-        self._wake.set()
+        self._place_here()
+        if self._units:
+            self._wake.set()
 
     def _put(self, unit: Unit, priority: float, order: int, since: float) -> None:
         runtime_s = self._estimate(unit)
@@ -180,6 +185,33 @@ class Probe:
             if self._units:
                 await self._round()
 
+    # ----------------------------------------------------------------- at home
+
+    def _place_here(self) -> None:
+        """A few units where they were submitted, if there is room: on the spot, no messages."""
+        me = self._members.me
+        if self._asking or len(self._groups) > HERE_GROUPS_MAX:
+            return
+        rows = []
+        now = self._now()
+        for group in self._groups.values():
+            if group.left > slots(me.capacity, group.needs.capacity):
+                return
+            if unmet(me.capacity, me.traits, group.needs) or self._peer(me).quiet_until > now:
+                return
+            if any(me.contact.id in unit.avoid for _, _, unit in group.heap):
+                return
+            rows.append((group, Room(group.needs, group.left, self._estimate(group.heap[0][2]))))
+        if not rows:
+            return
+        asks = tuple(room for _, room in rows)
+        answer = self._rpc.ask_self(Reserve.of(asks), Offers)
+        if answer is None:
+            return
+        offers, asked = self._answers([(me, rows, answer)])
+        here = {group.needs: [me] for group, _ in rows}
+        self._assign(offers, asked, here, {group.key: False for group, _ in rows})
+
     # ----------------------------------------------------------------- a round
 
     def _until_next(self) -> float | None:
@@ -218,7 +250,11 @@ class Probe:
                 asks.setdefault(member.contact.id, []).append((group, room))
         if not asks:
             return
-        offers, asked = await self._ask(asks)
+        self._asking = True
+        try:
+            offers, asked = await self._ask(asks)
+        finally:
+            self._asking = False
         self._assign(offers, asked, matching, everyone)
 
     def _choose(
@@ -226,9 +262,6 @@ class Probe:
     ) -> tuple[list[Member], list[Room]]:
         config = self._config
         need = group.needs.capacity
-        me = self._members.me
-        if me in ready and group.left <= slots(me.capacity, need):
-            ready = [me]  # a few units that may fit right here: no message to anybody
         each = sum(slots(m.capacity, need) for m in ready) / len(ready)
         count = math.ceil(group.left / max(1.0, each)) + 2
         count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
