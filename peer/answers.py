@@ -75,7 +75,7 @@ class Answers:
         rpc.on(FindHome, self._find_home)
 
     def knows(self, id: str) -> bool:
-        return bool(self._home.journal.rows("where id = ?", (id,)))
+        return self._home.knows(id)
 
     async def answer(self, id: str, question: str, arguments: dict[str, Any]) -> bytes:
         """JSON, or `Problem`."""

@@ -65,7 +65,8 @@ log = logging.getLogger("valence.home")
 
 COMMIT_WORKS_MAX = 500
 COMMIT_BYTES_MAX = 512 * 1024
-RUNS_REMEMBERED = 32
+RUNS_REMEMBERED = 1000
+ENDED_TASKS_MAX = 100_000  # of all that are remembered: the others are read from the journal
 ACTIVE_MAX = 1000
 LOSSES_MAX = 30
 PUBLISH_S = 0.3
@@ -101,6 +102,7 @@ class Home:
         self._strategies: dict[str, Strategy] = {}
         self._active: dict[str, Run] = {}
         self._ended: OrderedDict[str, Run] = OrderedDict()
+        self._ended_tasks = 0
         self._at: dict[bytes, dict[AttemptKey, None]] = defaultdict(dict)  # peer → given to it
         self._check_at: dict[bytes, float] = {}
         self._stages: dict[str, tuple[Stage, asyncio.Task[None]]] = {}
@@ -161,7 +163,7 @@ class Home:
             text,
             json.dumps(options),
         )
-        if id in self._active or self.journal.rows("where id = ?", (id,)):
+        if key is not None and self.knows(id):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
         at, written = self.journal.create(row, {"tasks": count}, patient)
         run = Run(id, workflow, now, self._rpc.me.id)
@@ -265,11 +267,21 @@ class Home:
                 self._remember(run)
         return run
 
+    def knows(self, id: str) -> bool:
+        if id in self._active or id in self._ended:
+            return True
+        return bool(self.journal.rows("where id = ?", (id,)))
+
     def _remember(self, run: Run) -> None:
+        before = self._ended.pop(run.id, None)
+        self._ended_tasks -= len(before.tasks) if before is not None else 0
         self._ended[run.id] = run
-        self._ended.move_to_end(run.id)
-        while len(self._ended) > RUNS_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended_tasks += len(run.tasks)
+        while len(self._ended) > RUNS_REMEMBERED or self._ended_tasks > ENDED_TASKS_MAX:
+            _, oldest = self._ended.popitem(last=False)
+            self._ended_tasks -= len(oldest.tasks)
+            if not self._ended:
+                break
 
     def active(self) -> list[Run]:
         return list(self._active.values())

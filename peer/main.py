@@ -29,7 +29,7 @@ def run(settings: Settings) -> int:
     os.umask(0o077)
     # What a workflow is made of lives long and has no cycles: to walk all of it after every few
     # hundred new objects, as the default is, costs more than it ever frees.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(20_000, 20, 200)
     # The database's thread asks for the interpreter between any two statements; while the loop is
     # busy it would wait the default of 5 ms each time.
     sys.setswitchinterval(0.0005)

@@ -91,8 +91,8 @@ class Run:
         self.reason = ""
         self.seq = 0
         self.home = home
-        self.ranks = upward_ranks(workflow)
         self.children = workflow.children()
+        self.ranks = upward_ranks(workflow, self.children)
         self.final_files = frozenset(workflow.final_files())
         self.taken = frozenset(  # calls whose value another task takes
             name

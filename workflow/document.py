@@ -68,6 +68,12 @@ def _needs(found: NeedsDocument) -> Needs:
     )
 
 
+def _fixed_bytes(found: TaskDocument) -> int:
+    """Of each task of a template, besides its command."""
+    env = sum(len(k) + len(v) for k, v in found.env.items())
+    return 200 + env + 8 * (len(found.args) + len(found.kwargs))
+
+
 class _Reader:
     def __init__(self, problems: Problems, client: bool) -> None:
         self.problems = problems
@@ -76,6 +82,7 @@ class _Reader:
         self.tasks: dict[str, Task] = {}
         self.places: dict[str, Path] = {}  # task → where its template stands
         self.templates: dict[str, list[str]] = {}
+        self.referring: set[str] = set()  # templates with `{result: …}` in them
         self.broken: set[str] = set()  # templates that could not be read: no follow-up problems
         self.producers: dict[str, str] = {}
         self.parents: dict[str, tuple[str, ...]] = {}
@@ -95,12 +102,12 @@ class _Reader:
             self._template(name, found)
         for task in list(self.tasks.values()):
             self._resolve(task)
-        loop = plan.cycle(self.parents)
+        ordered = plan.order(self.parents)
+        loop = plan.cycle(self.parents) if len(ordered) < len(self.parents) else None
         if loop:
             place = self.places[loop[0]]
             self.problems.add(place, "the tasks depend on each other: " + " → ".join(loop))
         self.problems.check()
-        ordered = plan.order(self.parents)
         return Workflow(
             name=head["name"],
             description=head.get("description", ""),
@@ -186,16 +193,18 @@ class _Reader:
                     self.producers.setdefault(output, name)
             return
         self._check_template(found, path)
-        needs = _needs(found.needs)
+        shared = _needs(found.needs), _fixed_bytes(found)
+        if next(references([found.args, found.kwargs], ()), None) is not None:
+            self.referring.add(name)
         if found.foreach is None:
-            self._add(name, name, found, needs, Substitution({}), path)
+            self._add(name, name, found, shared, Substitution({}), path)
             made.append(name)
         else:
             for item, variables in items(found.foreach, (*path, "foreach"), self.problems):
                 if len(self.tasks) > TASKS_MAX:
                     break
                 made.append(f"{name}[{item}]")
-                self._add(made[-1], name, found, needs, Substitution(variables), path)
+                self._add(made[-1], name, found, shared, Substitution(variables), path)
             if not made:
                 self.broken.add(name)
         if len(self.tasks) > TASKS_MAX >= len(self.tasks) - len(made):
@@ -238,12 +247,15 @@ class _Reader:
         task: str,
         template: str,
         found: TaskDocument,
-        needs: Needs,
+        shared: tuple[Needs, int],
         sub: Substitution,
         path: Path,
     ) -> None:
+        needs, fixed_bytes = shared
         inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
         for key, listed in (("inputs", inputs), ("outputs", outputs)):
+            if not listed:
+                continue
             seen: set[str] = set()
             for index, name in enumerate(listed):
                 trouble = names.file_problem(name)
@@ -269,13 +281,18 @@ class _Reader:
             )
         self.places[task] = path
         command = None if found.command is None else sub.texts(found.command)
-        self._count_bytes(command, found, path)
+        self.expanded_bytes += fixed_bytes + (sum(map(len, command)) if command else 0)
+        if self.expanded_bytes > EXPANDED_BYTES_MAX:
+            limit = f"{EXPANDED_BYTES_MAX:,}"
+            self.problems.add(path, f"all tasks written out have more than {limit} bytes")
+            self.problems.check()
         self.tasks[task] = Task(
             id=task,
             template=template,
             command=command,
             call=found.call,
-            args=tuple(sub.value(found.args)),
+            args=tuple(sub.value(found.args)) if found.args else (),
+            references=_NOTHING,
             kwargs=sub.value(found.kwargs) if found.kwargs else _NOTHING,
             env={k: sub.text(v) for k, v in found.env.items()} if found.env else _NOTHING,
             inputs=inputs,
@@ -286,17 +303,6 @@ class _Reader:
             timeout_s=found.timeout,
             retries=found.retries,
         )
-
-    def _count_bytes(
-        self, command: tuple[str, ...] | None, found: TaskDocument, path: Path
-    ) -> None:
-        self.expanded_bytes += sum(map(len, command or ())) + 200
-        self.expanded_bytes += sum(len(k) + len(v) for k, v in found.env.items())
-        self.expanded_bytes += 8 * (len(found.args) + len(found.kwargs))
-        if self.expanded_bytes > EXPANDED_BYTES_MAX:
-            limit = f"{EXPANDED_BYTES_MAX:,}"
-            self.problems.add(path, f"all tasks written out have more than {limit} bytes")
-            self.problems.check()
 
     def _resolve(self, task: Task) -> None:
         """Files, results and `after` of one task → its parents."""
@@ -317,7 +323,8 @@ class _Reader:
                 if maker in self.tasks:
                     parents[maker] = None
         found = {}
-        for where, ref in references([list(task.args), dict(task.kwargs)], ()):
+        pair = [list(task.args), dict(task.kwargs)] if task.template in self.referring else ()
+        for where, ref in references(pair, ()):
             # the pair [args, kwargs] was only for the walk: name the place as the user wrote it
             place = (*path, "args" if where[0] == 0 else "kwargs", *where[1:])
             target = self._reference(ref, place, task)

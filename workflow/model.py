@@ -6,7 +6,7 @@ reference names a task that exists, and there is no cycle. Made by `document` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,12 +75,13 @@ class Workflow:
     producers: Mapping[str, str]  # file → the task that makes it
     description: str = ""
 
-    def children(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {task: [] for task in self.tasks}
+    def children(self) -> dict[str, Sequence[str]]:
+        found: dict[str, list[str]] = {}
         for task, parents in self.parents.items():
             for parent in parents:
-                found[parent].append(task)
-        return found
+                found.setdefault(parent, []).append(task)
+        none: Sequence[str] = ()
+        return {task: found.get(task, none) for task in self.tasks}
 
     def final_files(self) -> list[str]:
         """Outputs that no task consumes: what the user came for."""

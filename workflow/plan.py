@@ -12,14 +12,14 @@ RUNTIME_S_GUESS = 1.0
 
 def order(parents: Mapping[str, Sequence[str]]) -> list[str]:
     """Tasks, each after its parents; tasks on or behind a cycle are left out."""
-    missing = {task: len(set(above)) for task, above in parents.items()}
-    children: dict[str, list[str]] = {task: [] for task in parents}
+    missing = {task: len(set(above)) if above else 0 for task, above in parents.items()}
+    children: dict[str, list[str]] = {}
     for task, above in parents.items():
-        for parent in set(above):
-            children[parent].append(task)
+        for parent in set(above) if above else ():
+            children.setdefault(parent, []).append(task)
     ready = [task for task, count in missing.items() if count == 0]
     for task in ready:  # grows while it is walked
-        for child in children[task]:
+        for child in children.get(task, ()):
             missing[child] -= 1
             if missing[child] == 0:
                 ready.append(child)
@@ -51,15 +51,19 @@ def levels(workflow: Workflow) -> dict[str, int]:
     return found
 
 
-def upward_ranks(workflow: Workflow) -> dict[str, float]:
+def upward_ranks(
+    workflow: Workflow, children: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, float]:
     """Seconds from a task's start to the end of the workflow along its longest path.
 
     HEFT's upward rank with equal machines and free transfers: what is known before placing.
     """
-    children = workflow.children()
+    if children is None:
+        children = workflow.children()
     ranks: dict[str, float] = {}
     for task in reversed(list(workflow.tasks)):
         spec = workflow.tasks[task]
         own = RUNTIME_S_GUESS if spec.runtime_s is None else spec.runtime_s
-        ranks[task] = own + max((ranks[c] for c in children[task]), default=0.0)
+        below = children[task]
+        ranks[task] = own + max(ranks[c] for c in below) if below else own
     return ranks
