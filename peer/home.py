@@ -113,6 +113,7 @@ class Home:
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not on disk yet
         self._unpublished: set[str] = set()
+        self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
         members.listen(self._member_changed)
@@ -229,16 +230,18 @@ class Home:
     def _begin(self, run: Run) -> None:
         self._unpublished.add(run.id)
         if len(self._unpublished) == 1:
-            self._spawn(self._publish())
+            now = asyncio.get_running_loop().time()
+            self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
         if run.unstaged and run.id not in self._stages:
             stage = Stage(run, self._blobs, self._transfer)
             self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
         self._place_ready(run)
         self._conclude(run)
 
-    async def _publish(self) -> None:
-        """Where workflows have their home, some at a time. Who needs it sooner asks around."""
-        await asyncio.sleep(PUBLISH_S)
+    async def _publish(self, wait_s: float) -> None:
+        """Where workflows have their home: at once, or with those that follow closely."""
+        await asyncio.sleep(wait_s)
+        self._published_at = asyncio.get_running_loop().time()
         ids, self._unpublished = self._unpublished, set()
         records = {key_of("home", id): self._rpc.me.id for id in ids}
         await self._records.publish(records, int(self._clock()))

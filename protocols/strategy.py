@@ -31,7 +31,7 @@ class Placement:
 
     strategy: str
     asked: list[tuple[bytes, int, str]] = field(default_factory=list)  # peer, granted, refusal
-    matching: int = 0
+    matching: int | None = None  # peers that could meet its needs; None: nobody looked
     known: int = 0
     why: str = ""
 

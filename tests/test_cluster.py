@@ -365,14 +365,18 @@ def test_unsatisfiable_needs_wait_and_say_which(cluster) -> None:
 
 
 def test_why_shows_who_was_asked_and_who_was_chosen(cluster) -> None:
-    workflow = submit(cluster, {"a": {"command": ["true"]}})
+    workflow = submit(cluster, {"a": {"foreach": 8, "command": ["sleep", "0.2"]}})
     workflow.wait()
-    (attempt,) = workflow.task("a")["history"]
+    (attempt,) = workflow.task("a[0]")["history"]
     placement = attempt["placement"]
     assert placement["strategy"] == "probe"
     assert placement["matching"] == placement["known"] == 8
     assert attempt["peer"] in [a["peer"] for a in placement["asked"]]
     assert placement["why"]
+    assert "offered" in cluster.cli("why", workflow.id, "a[0]").stdout
+    alone = submit(cluster, {"a": {"command": ["true"]}})
+    alone.wait()
+    assert "where it was submitted" in cluster.cli("why", alone.id, "a").stdout
 
 
 # --------------------------------------------------------------------------- the door

@@ -521,11 +521,28 @@ def test_a_large_unit_gets_its_turn_among_a_stream_of_small_ones() -> None:
 def test_withdrawn_units_are_forgotten() -> None:
     async def scenario() -> None:
         found = await bench(2)
+        found.probe.add(unit(n) for n in range(90, 92))  # the home itself is full
+        await found.until_placed(2, 2)
         found.probe.add([unit(1), unit(2)])
         found.probe.withdraw([unit(1).key])
-        await found.until_placed(1, 2)
+        await found.until_placed(3, 2)
         await asyncio.sleep(2)
-        assert [p.unit.key.task for p in found.placed] == ["t2"]
+        assert [p.unit.key.task for p in found.placed[2:]] == ["t2"]
+        await found.close()
+
+    run(scenario())
+
+
+def test_a_few_units_stay_where_they_were_submitted_and_ask_nobody() -> None:
+    async def scenario() -> None:
+        found = await bench(5)
+        found.probe.add([unit(1), unit(2)])
+        assert [p.peer.id for p in found.placed] == [found.peers[0].contact.id] * 2
+        assert "where it was submitted" in found.placed[0].placement.why
+        assert sum(door.asked for door in found.doors.values()) == 1
+        found.probe.add([unit(3, avoid=frozenset({found.peers[0].contact.id}))])
+        await found.until_placed(3, 2)
+        assert found.placed[2].peer.id != found.peers[0].contact.id
         await found.close()
 
     run(scenario())

@@ -416,10 +416,9 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         display.say(
             f"attempt {attempt['number']} on {attempt['peer'][:8]}: {attempt['state']}{ended}"
         )
-        display.say(
-            f"  {placement['strategy']}: {placement['matching']} of {placement['known']} peers "
-            f"match; {placement['why']}"
-        )
+        looked = f"{placement['matching']} of {placement['known']} peers match; "
+        found = "" if placement["matching"] is None else looked
+        display.say(f"  {placement['strategy']}: {found}{placement['why']}")
         for asked in placement["asked"]:
             answer = f"offered {asked['offered']}"
             if asked["refusal"]:

@@ -65,6 +65,22 @@ class Client:
         self._kept: tuple[str, http.client.HTTPConnection] | None = None
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[1].close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
     # ----------------------------------------------------------------- requests
 
     def _open(

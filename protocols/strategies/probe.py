@@ -209,8 +209,7 @@ class Probe:
         if answer is None:
             return
         offers, asked = self._answers([(me, rows, answer)])
-        here = {group.needs: [me] for group, _ in rows}
-        self._assign(offers, asked, here, {group.key: False for group, _ in rows})
+        self._assign(offers, asked, {}, {group.key: False for group, _ in rows})
 
     # ----------------------------------------------------------------- a round
 
@@ -359,7 +358,7 @@ class Probe:
             record = Placement(
                 self.name,
                 [(peer, granted, refusal) for peer, g, granted, refusal in asked if g is group],
-                matching=len(matching[group.needs]),
+                matching=len(matching[group.needs]) if group.needs in matching else None,
                 known=len(self._members.here()),
             )
             placed.extend(self._take(group, mine, record, everyone[group.key]))
@@ -397,6 +396,8 @@ class Probe:
                 lease = offer.now.pop(0)
                 if offer.now:
                     heapq.heappush(roomy, (-offer.roominess(), self._rng.random(), offer))
+                if not record.why and record.matching is None:
+                    record.why = "there was room where it was submitted"
                 record.why = record.why or f"most free of {offering} that offered room now"
             else:
                 offer = queues[0]
