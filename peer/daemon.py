@@ -164,6 +164,8 @@ class Daemon:
             blob_arrived=self.home.blob_arrived,
             clock=time.time,
         )
+        self.home.on_given = self.liveness.stir
+        self.liveness.watched = self.home.peers_at_work
         self._measure()
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw

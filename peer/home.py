@@ -92,6 +92,8 @@ class Home:
         self.counts: Counter[str] = Counter()
         self.journal = journal
         self.closed = False  # this peer is leaving
+        self.on_given: Callable[[], None] = lambda: None  # work went to a peer that had none
+        self._given = asyncio.Event()
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -286,6 +288,10 @@ class Home:
             if not self._ended:
                 break
 
+    def peers_at_work(self) -> list[bytes]:
+        """Those that have something of ours."""
+        return [peer for peer, keys in self._at.items() if keys]
+
     def active(self) -> list[Run]:
         return list(self._active.values())
 
@@ -420,10 +426,11 @@ class Home:
             self._lost([(key, why + text) for key, text in refused], begun=False)
 
     def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
-        key = _key(run, task, number)
-        self._at[peer][key] = None
-        now = asyncio.get_running_loop().time()
-        self._check_at.setdefault(peer, now + CHECK_S)
+        self._at[peer][_key(run, task, number)] = None
+        if peer not in self._check_at:
+            self._check_at[peer] = asyncio.get_running_loop().time() + CHECK_S
+            self._given.set()
+            self.on_given()
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
         created = self._creating.get(run.id)
@@ -799,6 +806,9 @@ class Home:
         """Ask peers about what they were given, now and then, and at once where there is doubt."""
         interval: dict[bytes, float] = {}
         while True:
+            if not self._at:
+                self._given.clear()
+                await self._given.wait()
             await asyncio.sleep(CHECK_TICK_S)
             if not self._settled:
                 continue

@@ -45,6 +45,8 @@ class Config:
     # --- members and failure detection
     members_max: int = 5000
     probe_s: float = 1.0
+    probe_quiet_s: float = 2.5  # when no peer came, went or was suspected for a while
+    probe_quiet_after_s: float = 10.0
     probe_timeout_s: float = 0.7
     indirect_probes: int = 3
     suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
@@ -86,6 +88,7 @@ WAN = Config(
     call_timeout_s=10.0,
     lookup_timeout_s=3.0,
     probe_s=2.0,
+    probe_quiet_s=5.0,
     probe_timeout_s=2.0,
     suspicion_s=6.0,
     probe_answer_s=1.5,

@@ -1,10 +1,12 @@
 """Failure detection and the spread of membership: SWIM, with digests to end disagreement.
 
-Each peer pings one other a second, in shuffled rounds. No answer: a few others are asked to ping
-it; still none: it is suspected, and everybody hears; if it has not objected in time, it is dead.
-Pings carry rumours and a digest of the whole view; where digests differ the two exchange what the
-other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
-A dead peer is pinged now and then, so that a healed partition grows together again.
+Each peer pings one other a second, in shuffled rounds; when nothing has changed for a while, less
+often. Whom it has given work to (`watched`) it pings itself, every other second. No answer: a few
+others are asked to ping it; still none: it is suspected, and everybody hears; if it has not
+objected in time, it is dead. Pings carry rumours and a digest of the whole view; where digests
+differ the two exchange what the other lacks, so a new peer is known everywhere in O(log n) seconds,
+and a quiet cluster says little. A dead peer is pinged now and then, so that a healed partition
+grows together again.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable, Iterable
 
 from .config import Config
 from .members import Members, State
@@ -32,6 +35,7 @@ from .rpc import CallFailed, Rpc
 
 #: every so many pings one goes to a peer believed dead
 DEAD_PING_EVERY = 10
+WATCHED_MAX = 48
 
 
 class Liveness:
@@ -47,6 +51,10 @@ class Liveness:
         self._suspected: dict[bytes, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_sync = -math.inf
+        self._changed_at = -math.inf
+        self._watches: list[bytes] = []  # of those that are watched, the ones whose turn is next
+        self._watching = False
+        self.watched: Callable[[], Iterable[bytes]] = tuple
         self._ticks = 0
         rpc.on(Ping, self._ping)
         rpc.on(PingFor, self._ping_for)
@@ -60,15 +68,40 @@ class Liveness:
     async def run(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._config.probe_s * (0.9 + 0.2 * self._rng.random())):
+                async with asyncio.timeout(self._interval_s() * (0.9 + 0.2 * self._rng.random())):
                     await self._hinted.wait()
             except TimeoutError:
                 pass
             self._hinted.clear()
+            for member in self._to_watch():
+                self._spawn(self._probe(member))
             target = self._next()
             if target is not None:
                 self._spawn(self._probe(target))
             self._members.forget(self._now())
+
+    def _interval_s(self) -> float:
+        config = self._config
+        quiet = self._now() - self._changed_at > config.probe_quiet_after_s
+        return config.probe_quiet_s if quiet and not self._watching else config.probe_s
+
+    def _to_watch(self) -> list[Member]:
+        """Half of those that are watched, so that each has its turn every other second."""
+        if not self._watches:
+            self._watches = [peer for peer in self.watched() if peer != self._rpc.me.id]
+            self._watching = bool(self._watches)
+            count = (len(self._watches) + 1) // 2
+        else:
+            count = len(self._watches)
+        now, self._watches = self._watches[:count], self._watches[count:]
+        found = (self._members.get(peer) for peer in now[:WATCHED_MAX])
+        return [m for m in found if m is not None and m.state <= State.SUSPECT]
+
+    def stir(self) -> None:
+        """There is somebody to watch now: not only when a quiet while is over."""
+        if not self._watching and self._interval_s() > self._config.probe_s:
+            self._changed_at = self._now()
+            self._hinted.set()
 
     def suspect(self, contact: Contact) -> None:
         """A call to it failed: look at it now instead of at its turn. Once is enough."""
@@ -153,6 +186,7 @@ class Liveness:
 
     def _changed(self, old: Member | None, new: Member) -> None:
         peer = new.contact.id
+        self._changed_at = self._now()
         timer = self._suspected.pop(peer, None)
         if timer is not None:
             timer.cancel()
