@@ -49,6 +49,8 @@ from .transfer import Transfer
 log = logging.getLogger("valence.peer")
 
 SEEDS_MAX = 64
+SEEDS_GREETED = 8
+REGREET_S_MIN, REGREET_S_MAX = 5.0, 300.0
 REMEMBERED_PEERS = 50
 HELLO_TIMEOUT_S = 1.0
 QUICK_GRACE_S = 0.5
@@ -68,6 +70,7 @@ class Daemon:
         self._tasks: list[asyncio.Task[None]] = []
         self._side: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+        self._moved = asyncio.Event()  # somebody came, went or is doubted
         self._grace_s = settings.grace
         self._data = settings.data
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,23 +260,34 @@ class Daemon:
     # ----------------------------------------------------------------- joining
 
     async def _join(self) -> None:
-        """Until somebody else is known; again whenever this peer finds itself alone."""
-        delay_s = 0.1
+        """Greet some seeds until one answers, and again, ever more rarely, those that are not
+        known: two halves of a cluster that began apart find each other so."""
+        delay_s, again_s = 0.1, REGREET_S_MIN
         while True:
-            alone = len(self.members.here()) == 1
-            seeds = await self._seeds() if alone else []
-            if seeds:
-                answers = await asyncio.gather(*(self._greet(s) for s in seeds[:SEEDS_MAX]))
-                if any(answers):
-                    delay_s = 0.5
-                    await self.overlay.find(self.rpc.me.id)
-                elif delay_s > 1 and self._settings.join:
-                    listed = ", ".join(self._settings.join)
-                    log.warning(
-                        "no answer from %s: is the address, is the cluster key right?", listed
-                    )
-            await asyncio.sleep(delay_s if alone else 5.0)
-            delay_s = min(5.0, delay_s * 1.5)
+            here = {(m.contact.host, m.contact.port) for m in self.members.here()}
+            alone = len(here) == 1
+            strangers = [seed for seed in await self._seeds() if seed not in here]
+            answers = await asyncio.gather(*(self._greet(s) for s in strangers[:SEEDS_GREETED]))
+            if any(answers):
+                delay_s, again_s = 0.5, REGREET_S_MIN
+                await self.overlay.find(self.rpc.me.id)
+            elif alone and delay_s > 1 and self._settings.join:
+                listed = ", ".join(self._settings.join)
+                log.warning("no answer from %s: is the address, is the cluster key right?", listed)
+            if alone:
+                await asyncio.sleep(delay_s)
+                delay_s = min(5.0, delay_s * 1.5)
+                continue
+            await self._until_alone(again_s * (0.75 + 0.5 * self._rng.random()))
+            again_s = min(REGREET_S_MAX, again_s * 2)
+
+    async def _until_alone(self, limit_s: float) -> None:
+        """Or until it is time to look for others again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while len(self.members.here()) > 1:
+                    self._moved.clear()
+                    await self._moved.wait()
 
     async def _settle(self) -> None:
         """A home goes on when it knows who else is there, or that nobody is to be expected."""
@@ -325,6 +339,7 @@ class Daemon:
         return Welcome(member=self.members.me)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
+        self._moved.set()
         was_here = old is not None and old.state <= State.SUSPECT
         if new.state >= State.DEAD:
             self.overlay.gone(new.contact.id)

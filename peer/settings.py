@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import tomllib
@@ -35,8 +36,24 @@ class SettingsError(ValueError):
     """A setting is missing or wrong; the text names it and says what to do."""
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Of this machine, or of this container if that has less."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        found = min(found, int((cgroup / "memory.max").read_text()))
+    return found
+
+
+def _millicores(cgroup: Path = _CGROUP) -> int:
+    """That this process may use: its affinity, and its container's quota."""
+    found = 1000 * len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        found = min(found, 1000 * int(quota) // int(period))
+    return max(100, found)
 
 
 class Settings(BaseModel):
@@ -69,7 +86,7 @@ class Settings(BaseModel):
     quiet: bool = Field(default=False, description="say nothing on standard error but errors")
 
     def capacity_millicores(self) -> int:
-        return int(self.cpus * 1000) if self.cpus else (os.cpu_count() or 1) * 1000
+        return int(self.cpus * 1000) if self.cpus else _millicores()
 
     def capacity_memory_bytes(self) -> int:
         return self.memory or _memory_bytes() * 9 // 10
@@ -170,6 +187,8 @@ def _file(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 def _secret(path: str, origin: str) -> str:
     try:
         return Path(path).read_text().strip()
+    except FileNotFoundError:
+        raise SettingsError(f"{origin}: there is no file {path}; `valence key` makes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{origin}: {error}") from None
 

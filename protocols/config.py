@@ -49,6 +49,7 @@ class Config:
     probe_quiet_after_s: float = 10.0
     probe_timeout_s: float = 0.7
     indirect_probes: int = 3
+    farewells_max: int = 32  # by a peer that leaves; the others hear it as a rumour
     suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
     forget_dead_s: float = 24 * 3600.0
     gossip_per_message: int = 5
