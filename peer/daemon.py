@@ -264,10 +264,14 @@ class Daemon:
         known: two halves of a cluster that began apart find each other so."""
         delay_s, again_s = 0.1, REGREET_S_MIN
         while True:
-            here = {(m.contact.host, m.contact.port) for m in self.members.here()}
-            alone = len(here) == 1
-            strangers = [seed for seed in await self._seeds() if seed not in here]
-            answers = await asyncio.gather(*(self._greet(s) for s in strangers[:SEEDS_GREETED]))
+            alone = len(self.members.here()) == 1
+            known = {(m.contact.host, m.contact.port) for m in self.members.all()}
+            seeds = await self._seeds()
+            if alone:
+                chosen = seeds[:SEEDS_GREETED]
+            else:  # one is enough: it knows its half of the cluster
+                chosen = [seed for seed in seeds if seed not in known][:1]
+            answers = await asyncio.gather(*map(self._greet, chosen))
             if any(answers):
                 delay_s, again_s = 0.5, REGREET_S_MIN
                 await self.overlay.find(self.rpc.me.id)

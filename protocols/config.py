@@ -50,11 +50,13 @@ class Config:
     probe_timeout_s: float = 0.7
     indirect_probes: int = 3
     farewells_max: int = 32  # by a peer that leaves; the others hear it as a rumour
+    self_doubt_max: int = 2  # failed pings in a row that a peer blames on itself, see liveness
     suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
     forget_dead_s: float = 24 * 3600.0
     gossip_per_message: int = 5
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
     sync_s_min: float = 0.5  # between two full exchanges caused by differing digests
+    sync_s_max: float = 8.0
 
     # --- admission
     lease_ttl_s: float = 5.0

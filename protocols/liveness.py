@@ -7,6 +7,9 @@ objected in time, it is dead. Pings carry rumours and a digest of the whole view
 differ the two exchange what the other lacks, so a new peer is known everywhere in O(log n) seconds,
 and a quiet cluster says little. A dead peer is pinged now and then, so that a healed partition
 grows together again.
+
+When many of its own pings fail, a peer doubts itself first (Lifeguard): it waits longer for answers
+and asks less often, so that an overloaded machine or network is not loaded further.
 """
 
 from __future__ import annotations
@@ -51,9 +54,11 @@ class Liveness:
         self._suspected: dict[bytes, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_sync = -math.inf
+        self._sync_s = config.sync_s_min
         self._changed_at = -math.inf
         self._watches: list[bytes] = []  # of those that are watched, the ones whose turn is next
         self._watching = False
+        self._doubt = 0  # in this peer's own view of things
         self.watched: Callable[[], Iterable[bytes]] = tuple
         self._ticks = 0
         rpc.on(Ping, self._ping)
@@ -83,7 +88,8 @@ class Liveness:
     def _interval_s(self) -> float:
         config = self._config
         quiet = self._now() - self._changed_at > config.probe_quiet_after_s
-        return config.probe_quiet_s if quiet and not self._watching else config.probe_s
+        base = config.probe_quiet_s if quiet and not self._watching else config.probe_s
+        return base * (1 + self._doubt)
 
     def _to_watch(self) -> list[Member]:
         """Half of those that are watched, so that each has its turn every other second."""
@@ -109,7 +115,8 @@ class Liveness:
         alive = member is not None and member.state == State.ALIVE
         if alive and contact.id not in self._probing and len(self._hints) < 64:
             self._hints[contact.id] = None
-            self._hinted.set()
+            if not self._doubt:
+                self._hinted.set()
 
     def _next(self) -> Member | None:
         self._ticks += 1
@@ -145,7 +152,10 @@ class Liveness:
     async def _examine(self, target: Member) -> None:
         contact = target.contact
         if await self._ping_once(contact):
+            self._doubt = max(0, self._doubt - 1)
             return
+        if target.state <= State.SUSPECT:
+            self._doubt = min(self._config.self_doubt_max, self._doubt + 1)
         others = [
             m.contact
             for m in self._members.here()
@@ -166,18 +176,20 @@ class Liveness:
             rumours = (about, *rumours[:-1])  # so that it can object
         ping = Ping(digest=self._members.digest, rumours=rumours)
         try:
-            limit_s = self._config.probe_timeout_s
+            limit_s = self._config.probe_timeout_s * (1 + self._doubt / 2)
             ack = await self._rpc.call(contact, ping, Ack, limit_s, probing=True)
         except CallFailed:
             return False
         self._hear(ack.rumours)
         if ack.digest != self._members.digest:
             self._disagree(contact)
+        else:
+            self._sync_s = self._config.sync_s_min
         return True
 
     async def _ask(self, helper: Contact, target: Contact) -> bool:
         try:
-            wait_s = 1.5 * self._config.probe_timeout_s
+            wait_s = 1.5 * self._config.probe_timeout_s * (1 + self._doubt / 2)
             message = PingFor(target=target)
             answer = await self._rpc.call(helper, message, PingedFor, wait_s, probing=True)
         except CallFailed:
@@ -192,6 +204,7 @@ class Liveness:
             timer.cancel()
         if new.state == State.SUSPECT:
             scale = max(1.0, math.log10(len(self._members)))
+            scale *= 1 + self._doubt / 2
             self._suspected[peer] = asyncio.get_running_loop().call_later(
                 self._config.suspicion_s * scale, self._condemn, new
             )
@@ -210,8 +223,10 @@ class Liveness:
 
     def _disagree(self, contact: Contact) -> None:
         now = self._now()
-        if now - self._last_sync >= self._config.sync_s_min:
+        if now - self._last_sync >= self._sync_s:
             self._last_sync = now
+            # while there is no end of news, rumours alone carry most of it
+            self._sync_s = min(self._config.sync_s_max, 1.5 * self._sync_s)
             self._spawn(self.sync(contact))
 
     async def sync(self, contact: Contact) -> None:
