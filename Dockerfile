@@ -32,7 +32,7 @@ ENV PATH=/opt/valence/bin:/usr/local/bin:/usr/bin:/bin \
     VALENCE_HTTP_HOST=0.0.0.0 \
     VALENCE_HTTP_PORT=8470
 EXPOSE 7470/udp 7470/tcp 8470/tcp
-HEALTHCHECK --interval=60s --timeout=5s --start-period=20s --retries=3 \
+HEALTHCHECK --interval=60s --timeout=5s --retries=3 \
     CMD ["python", "-I", "-m", "peer.healthy"]
 ENTRYPOINT ["valence"]
 CMD ["peer"]

@@ -8,8 +8,9 @@ differ the two exchange what the other lacks, so a new peer is known everywhere 
 and a quiet cluster says little. A dead peer is pinged now and then, so that a healed partition
 grows together again.
 
-When many of its own pings fail, a peer doubts itself first (Lifeguard): it waits longer for answers
-and asks less often, so that an overloaded machine or network is not loaded further.
+When many of its own pings fail, or its own timers come late, a peer doubts itself first (after
+Lifeguard): it waits longer for answers and objections and asks less often, so that an overloaded
+machine or network is not loaded further, and nobody is declared dead for being slow like all.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .rpc import CallFailed, Rpc
 #: every so many pings one goes to a peer believed dead
 DEAD_PING_EVERY = 10
 WATCHED_MAX = 48
+LATE_S_MAX = 5.0
 
 
 class Liveness:
@@ -59,6 +61,7 @@ class Liveness:
         self._watches: list[bytes] = []  # of those that are watched, the ones whose turn is next
         self._watching = False
         self._doubt = 0  # in this peer's own view of things
+        self._late_s = 0.0
         self.watched: Callable[[], Iterable[bytes]] = tuple
         self._ticks = 0
         rpc.on(Ping, self._ping)
@@ -72,11 +75,13 @@ class Liveness:
 
     async def run(self) -> None:
         while True:
+            wait_s = self._interval_s() * (0.9 + 0.2 * self._rng.random())
+            start = self._now()
             try:
-                async with asyncio.timeout(self._interval_s() * (0.9 + 0.2 * self._rng.random())):
+                async with asyncio.timeout(wait_s):
                     await self._hinted.wait()
             except TimeoutError:
-                pass
+                self._late(self._now() - start - wait_s)
             self._hinted.clear()
             for member in self._to_watch():
                 self._spawn(self._probe(member))
@@ -89,7 +94,15 @@ class Liveness:
         config = self._config
         quiet = self._now() - self._changed_at > config.probe_quiet_after_s
         base = config.probe_quiet_s if quiet and not self._watching else config.probe_s
-        return base * (1 + self._doubt)
+        return base * (1 + self._doubt + min(LATE_S_MAX, self._late_s))
+
+    def _late(self, by_s: float) -> None:
+        """A timer of this peer's own was late: so may be those of all others on its machine."""
+        self._late_s = max(by_s, 0.7 * self._late_s) if by_s + self._late_s > 0.02 else 0.0
+
+    def _patience(self) -> float:
+        late = min(LATE_S_MAX, self._late_s)
+        return 1 + self._doubt / 2 + 3 * late / self._config.probe_timeout_s
 
     def _to_watch(self) -> list[Member]:
         """Half of those that are watched, so that each has its turn every other second."""
@@ -176,7 +189,7 @@ class Liveness:
             rumours = (about, *rumours[:-1])  # so that it can object
         ping = Ping(digest=self._members.digest, rumours=rumours)
         try:
-            limit_s = self._config.probe_timeout_s * (1 + self._doubt / 2)
+            limit_s = self._config.probe_timeout_s * self._patience()
             ack = await self._rpc.call(contact, ping, Ack, limit_s, probing=True)
         except CallFailed:
             return False
@@ -189,7 +202,7 @@ class Liveness:
 
     async def _ask(self, helper: Contact, target: Contact) -> bool:
         try:
-            wait_s = 1.5 * self._config.probe_timeout_s * (1 + self._doubt / 2)
+            wait_s = 1.5 * self._config.probe_timeout_s * self._patience()
             message = PingFor(target=target)
             answer = await self._rpc.call(helper, message, PingedFor, wait_s, probing=True)
         except CallFailed:
@@ -204,7 +217,7 @@ class Liveness:
             timer.cancel()
         if new.state == State.SUSPECT:
             scale = max(1.0, math.log10(len(self._members)))
-            scale *= 1 + self._doubt / 2
+            scale *= self._patience()
             self._suspected[peer] = asyncio.get_running_loop().call_later(
                 self._config.suspicion_s * scale, self._condemn, new
             )
