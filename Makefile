@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench up clean
+.PHONY: demo test check bench fuzz up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ check: $(VENV)/dev  ## formatting, lint, strict types
 	@$@/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt && touch $@
 bench: $(VENV)/run .bench/env  ## the same work on Valence, Dask and Ray; ARGS=--json for a script
 	@$(BIN)/python -m bench --others .bench/env/bin/python $(ARGS)
+$(VENV)/fuzz: $(VENV)/dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
+fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
+	@$(BIN)/python -m fuzz $(ARGS)
 up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
 	@$(BIN)/valence up
 clean:

@@ -77,10 +77,10 @@ class Answers:
     def knows(self, id: str) -> bool:
         return self._home.knows(id)
 
-    async def answer(self, id: str, question: str, arguments: dict[str, Any]) -> bytes:
-        """JSON, or `Problem`."""
+    async def answer(self, id: str, question: str, arguments: dict[str, Any], owner: str) -> bytes:
+        """JSON, or `Problem`. What is another owner's does not exist."""
         run = self._home.get(id)
-        if run is None:
+        if run is None or (owner and run.owner != owner):
             raise Problem(404, f"there is no workflow {id}")
         found = self._questions[question](run, arguments)
         if not isinstance(found, BaseModel | bytes):
@@ -92,7 +92,7 @@ class Answers:
             return Answer(status=400, body=b'{"detail": "unknown question"}')
         try:
             arguments = msgpack.unpackb(message.arguments) if message.arguments else {}
-            body = await self.answer(message.workflow, message.question, arguments)
+            body = await self.answer(message.workflow, message.question, arguments, message.owner)
         except Problem as problem:
             detail = json.dumps({"detail": problem.detail}).encode()
             return Answer(status=problem.status, body=detail)
@@ -102,18 +102,19 @@ class Answers:
         return FoundHome(here=self.knows(message.workflow))
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
-        rows = self.page(message.before, message.limit, message.state)
+        rows = self.page(message.before, message.limit, message.state, message.owner)
         return ListedWorkflows(rows=tuple(row.model_dump_json().encode() for row in rows))
 
-    def page(self, before: str, limit: int, state: str) -> list[api.WorkflowRow]:
+    def page(self, before: str, limit: int, state: str, owner: str) -> list[api.WorkflowRow]:
         where, values = "where 1", []
         if before:
             at, _, id = before.partition(",")
             where += " and (submitted_at, id) < (?, ?)"
             values += [float(at), id]
-        if state:
-            where += " and state = ?"
-            values.append(state)
+        for column, wanted in (("state", state), ("owner", owner)):
+            if wanted:
+                where += f" and {column} = ?"
+                values.append(wanted)
         rows = self._home.journal.rows(
             f"{where} order by submitted_at desc, id desc limit ?", (*values, limit)
         )
@@ -138,6 +139,7 @@ class Answers:
         return api.WorkflowView(
             id=run.id,
             name=run.workflow.name,
+            owner=run.owner,
             description=run.workflow.description,
             state=run.state,
             reason=run.reason,

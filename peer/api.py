@@ -67,6 +67,7 @@ class Failure(BaseModel):
 class WorkflowView(BaseModel):
     id: str
     name: str
+    owner: str = ""
     description: str = ""
     state: str = Field(description="pending, running, succeeded, failed or cancelled")
     reason: str = ""
@@ -94,6 +95,7 @@ class WorkflowView(BaseModel):
 class WorkflowRow(BaseModel):
     id: str
     name: str
+    owner: str = ""
     state: str
     submitted_at: float
     ended_at: float | None

@@ -18,13 +18,24 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value, Work
 from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 
 from .blobs import BlobError, Blobs, copy_file
 from .nursery import MARKER
-from .processes import Exit, NurseryGone, Processes, StartFailed, Worker
+from .processes import (
+    REPLY_BYTES_MAX,
+    Exit,
+    NurseryGone,
+    Processes,
+    StartFailed,
+    Worker,
+    read_reply,
+)
+from .sandbox import Sandbox
 from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
@@ -54,6 +65,7 @@ class Attempt:
         blobs: Blobs,
         transfer: Transfer,
         log_bytes_max: int,
+        sandbox: Sandbox | None,
     ) -> None:
         self.work = work
         self.result: dict[str, object] = {}
@@ -63,6 +75,7 @@ class Attempt:
         self._blobs = blobs
         self._transfer = transfer
         self._log_bytes_max = log_bytes_max
+        self._sandbox = sandbox
         self._left = False  # something of it is on disk
 
     @property
@@ -81,6 +94,8 @@ class Attempt:
     def plain(self) -> bool:
         """A call without files: it needs a worker, and nothing else."""
         work = self.work
+        if self._sandbox is not None:
+            return False
         if work.call is None or work.inputs or work.outputs or work.needs.capacity.memory_bytes:
             return False
         return not any(v.file for ref in work.references for v in ref.values)
@@ -125,11 +140,14 @@ class Attempt:
             if gone:
                 raise PeerFailed(f"{gone[0]} was evicted before the others had come")
             nested = work.inputs or any("/" in name for name in work.outputs)
-            if nested or (work.call is not None and work.outputs):
+            walled = work.call is not None and self._sandbox is not None
+            if nested or walled or (work.call is not None and work.outputs):
                 self._left = True
                 await asyncio.to_thread(self._lay_out, self._sources())
             if work.command is not None:
                 await self._command(work.command)
+            elif walled:
+                await self._walled_call()
             else:
                 await self._call()
         outputs = await self._collect() if work.outputs else ()
@@ -176,6 +194,8 @@ class Attempt:
     async def _command(self, command: tuple[str, ...]) -> None:
         new = not self._left
         self._left = True
+        if self._sandbox is not None:
+            command = self._sandbox.wrap(command, self._place, self.work.network)
         id, exit = self._processes.spawn(
             command,
             self._place,
@@ -286,6 +306,31 @@ class Attempt:
         self._processes.give_back(worker)
         await self._answered(answer)
 
+    async def _walled_call(self) -> None:
+        """In a process of its own inside the sandbox, which a warm worker can't enter."""
+        request = self.request()
+        request["value_path"] = str(self._home / ".value")
+        for _, _, values in request["references"]:
+            for row in values:
+                if row[2]:  # nothing but its own directory can be read in there
+                    copy = self._home / f".{Path(row[2]).name}"
+                    await asyncio.to_thread(copy_file, Path(row[2]), copy)
+                    row[2] = str(copy)
+        (self._home / ".request").write_bytes(msgpack.packb(request))
+        once = (sys.executable, "-m", f"{__package__}.worker", ".request", ".reply")
+        failure: TaskFailed | None = None
+        try:
+            await self._command(once)
+        except TaskFailed as error:
+            failure = error
+        answer = await asyncio.to_thread(_read_reply, self._home / ".reply")
+        if failure is not None or answer is None:
+            raise failure or TaskFailed(WORKER_DIED)
+        self.result.pop("exit_code", None)
+        if answer.get("path"):  # where it said, and nowhere else
+            await asyncio.to_thread(copy_file, self._checked(".value"), self._value)
+        await self._answered(answer)
+
     def short(self, answer: dict[str, Any]) -> dict[str, object] | None:
         """What became of it, if there is nothing to move or to write; else `take` it."""
         if not answer["ok"] or answer.get("log") or answer.get("path"):
@@ -394,6 +439,18 @@ def remove_tree(root: Path) -> None:
 async def _known(exit: asyncio.Future[Exit]) -> None:
     if not exit.done():
         raise PeerFailed("its process can't be ended")
+
+
+def _read_reply(path: Path) -> dict[str, Any] | None:
+    """Written by the task's own process: a plain file of a sensible size, or nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        return read_reply(file.read(REPLY_BYTES_MAX))
 
 
 def _tail(path: Path) -> str:

@@ -42,8 +42,10 @@ from .metrics import Metrics
 from .nursery import adopt_orphans
 from .processes import Processes
 from .routes import VERSION
+from .sandbox import Sandbox
 from .seal import Seal
 from .settings import Settings
+from .tokens import Tokens
 from .transfer import Transfer
 
 log = logging.getLogger("valence.peer")
@@ -85,6 +87,7 @@ class Daemon:
     async def start(self) -> None:
         settings, config, data = self._settings, self._config, self._data
         adopt_orphans()
+        sandbox = Sandbox.find() if settings.sandbox == "bwrap" else None
         self._rng = rng = random.Random(os.urandom(16))
         identity = Identity.load(data)
         self.database = Database(data / "peer.db")
@@ -140,6 +143,7 @@ class Daemon:
             clock=time.time,
             log_bytes_max=settings.log_max,
             lease_ttl_s=config.lease_ttl_s,
+            sandbox=sandbox,
         )
         self.journal = Journal(self.database, time.time)
         self.home = Home(
@@ -161,7 +165,7 @@ class Daemon:
             blobs=self.blobs,
             transfer=self.transfer,
             metrics=self.metrics,
-            token=settings.token,
+            tokens=Tokens(settings.token, settings.revoked, time.time),
             requests_max=settings.requests_max,
             peer=identity.id.hex(),
             blob_arrived=self.home.blob_arrived,

@@ -43,9 +43,6 @@ class Rates:
         bucket.at = now
         return bucket
 
-    def empty(self, name: str, now: float) -> bool:
-        return name in self._buckets and self._filled(name, now).left < 1
-
     def take(self, name: str, now: float) -> bool:
         """One of its share; False if that is used up."""
         bucket = self._filled(name, now)
@@ -100,7 +97,7 @@ class Doors:
     def __init__(self, make: Callable[[], asyncio.Protocol], counts: Counter[str]) -> None:
         self._make = make
         self._counts = counts
-        self._open: dict[asyncio.Protocol, _Door] = {}
+        self._open: dict[asyncio.BaseProtocol | None, _Door] = {}
         self._by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -129,13 +126,13 @@ class Doors:
 
     def begin(self, inner: asyncio.BaseProtocol | None) -> None:
         """A request's head has come whole: it may take its time now."""
-        door = self._open.get(inner)  # type: ignore[arg-type]
+        door = self._open.get(inner)
         if door is not None:
             door.serving += 1
             door.served = True
 
     def end(self, inner: asyncio.BaseProtocol | None) -> None:
-        door = self._open.get(inner)  # type: ignore[arg-type]
+        door = self._open.get(inner)
         if door is not None:
             door.serving -= 1
             door.idle_since = asyncio.get_running_loop().time()

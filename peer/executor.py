@@ -52,6 +52,7 @@ from .blobs import Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import Processes, Reply, Worker
 from .run import read_outcome
+from .sandbox import Sandbox
 from .transfer import Transfer
 
 log = logging.getLogger("valence.executor")
@@ -102,6 +103,7 @@ class Executor:
         clock: Callable[[], float],
         log_bytes_max: int,
         lease_ttl_s: float,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
@@ -115,6 +117,7 @@ class Executor:
         self._clock = clock
         self._log_bytes_max = log_bytes_max
         self._lease_ttl_s = lease_ttl_s
+        self._sandbox = sandbox
         self._directory = directory / "work"
         remove_tree(self._directory)
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -230,6 +233,7 @@ class Executor:
             self._blobs,
             self._transfer,
             self._log_bytes_max,
+            self._sandbox,
         )
         worker = self._processes.idle_worker() if attempt.plain else None
         if worker is None:

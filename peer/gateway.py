@@ -65,13 +65,13 @@ class Gateway:
 
     # ----------------------------------------------------------------- one workflow
 
-    async def ask(self, id: str, question: str, **arguments: Any) -> Any:
-        return json.loads(await self.ask_raw(id, question, **arguments))
+    async def ask(self, owner: str, id: str, question: str, **arguments: Any) -> Any:
+        return json.loads(await self.ask_raw(owner, id, question, **arguments))
 
-    async def ask_raw(self, id: str, question: str, **arguments: Any) -> bytes:
-        """The home's answer, JSON, wherever it is; or `Problem`."""
+    async def ask_raw(self, owner: str, id: str, question: str, **arguments: Any) -> bytes:
+        """The home's answer, JSON, wherever it is; or `Problem`. An empty owner sees all."""
         if self._answers.knows(id):
-            return await self._answers.answer(id, question, arguments)
+            return await self._answers.answer(id, question, arguments, owner)
         home = await self._find(id)
         if home is None:
             raise Problem(404, f"there is no workflow {id}")
@@ -82,7 +82,8 @@ class Gateway:
                 f"workflow {id} is enacted by peer {home.hex()[:8]}, which is down; "
                 "it goes on when that peer is back",
             )
-        message = Ask(workflow=id, question=question, arguments=msgpack.packb(arguments))
+        packed = msgpack.packb(arguments)
+        message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
         try:
             limit_s = EVENTS_TIMEOUT_S if "wait_s" in arguments else ASK_TIMEOUT_S
             answer = await self._rpc.call(member.contact, message, Answer, limit_s)
@@ -157,7 +158,7 @@ class Gateway:
             id = f"w{digest[:16]}"
             options["document"] = hashlib.sha256(text).hexdigest()
             try:
-                await self._same(id, options)
+                await self._same(owner, id, options)
                 return id, False
             except Problem as problem:
                 if problem.status != 404:
@@ -171,14 +172,14 @@ class Gateway:
                 422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
             ) from None
         except sqlite3.IntegrityError:  # the same key, a moment ago
-            await self._same(id, options)
+            await self._same(owner, id, options)
             return id, False
         except DatabaseError as error:
             raise Problem(507, f"it can't be written to disk: {error}") from None
         return run.id, True
 
-    async def _same(self, id: str, options: dict[str, Any]) -> None:
-        first = await self.ask(id, "document")
+    async def _same(self, owner: str, id: str, options: dict[str, Any]) -> None:
+        first = await self.ask(owner, id, "document")
         if first["hash"] != options["document"]:
             raise Problem(
                 422,
@@ -187,11 +188,11 @@ class Gateway:
 
     # ----------------------------------------------------------------- listing
 
-    async def workflows(self, before: str, limit: int, state: str) -> api.WorkflowPage:
-        """Newest first, from all peers that are here."""
-        rows = self._answers.page(before, limit, state)
+    async def workflows(self, owner: str, before: str, limit: int, state: str) -> api.WorkflowPage:
+        """Newest first, from all peers that are here. An empty owner sees all."""
+        rows = self._answers.page(before, limit, state, owner)
         others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
-        message = ListWorkflows(before=before, limit=limit, state=state)
+        message = ListWorkflows(before=before, limit=limit, state=state, owner=owner)
         unanswered = [m.contact.id.hex() for m in self._members.all() if m.state == State.DEAD]
         for member, answer in await self._everyone(others, message, ListedWorkflows):
             if answer is None:

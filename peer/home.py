@@ -169,7 +169,7 @@ class Home:
         if key is not None and self.knows(id):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
         at, written = self.journal.create(row, {"tasks": count}, patient)
-        run = Run(id, workflow, now, self._rpc.me.id)
+        run = Run(id, workflow, now, self._rpc.me.id, owner)
         run.apply("submitted", {}, at)
         # While it is being written, peers are found for it. None but this one is told before it is
         # on disk: should that fail, nobody else has heard of it, and what began here is ended.
@@ -252,13 +252,13 @@ class Home:
         found = self.journal.document(id)
         if found is None:
             return None
-        text, options, submitted_at = found
+        text, options, submitted_at, owner = found
         try:
             workflow = read_document(text, options)
         except Exception:
             log.exception("the document of %s can't be read any more", id)
             return None
-        run = Run(id, workflow, submitted_at, self._rpc.me.id)
+        run = Run(id, workflow, submitted_at, self._rpc.me.id, owner)
         for _, at, kind, body in self.journal.read(id):
             run.apply(kind, body, at)
         return run
@@ -530,6 +530,7 @@ class Home:
             outputs=spec.outputs,
             timeout_s=spec.timeout_s,
             runtime_s=self.estimate(one.unit),
+            network=spec.network,
         )
         return CHECKED_WORK.validate_python(work)
 

@@ -7,7 +7,6 @@ whatever raised it; an unexpected one is logged here and told as 500 without its
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
@@ -24,9 +23,11 @@ from workflow.tree import DOCUMENT_BYTES_MAX
 from . import api
 from .answers import Problem
 from .blobs import BlobError, Blobs
+from .doors import Doors, Rates
 from .gateway import Gateway
 from .metrics import CONTENT_TYPE, Metrics
 from .routes import ROUTES, VERSION, openapi
+from .tokens import BadToken, Grant, Tokens
 from .transfer import Transfer
 
 log = logging.getLogger("valence.http")
@@ -37,11 +38,16 @@ WAIT_S_MAX = 10.0
 HEADER_BYTES_MAX = 16 * 1024
 KEY_CHARS_MAX = 200
 WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
+REQUESTS_PER_S, REQUESTS_BURST = 5000.0, 10_000.0  # with one token, at this peer
+WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST = 5.0, 50.0  # from one address
+_GRANT = web.RequestKey("grant", Grant)
+_SCOPES = {"_" + route.handler: route.scope for route in ROUTES}
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _EVENT = re.compile(r"(\d{1,15})\.(\d{1,9})")
 _TITLES = {
     400: "Bad request",
     401: "Not authenticated",
+    403: "Not allowed",
     404: "Not found",
     405: "Method not allowed",
     409: "Conflict",
@@ -49,6 +55,7 @@ _TITLES = {
     415: "Unsupported media type",
     416: "Range not satisfiable",
     422: "Invalid document",
+    429: "Too many requests",
     500: "Internal error",
     503: "Not available now",
     507: "Insufficient storage",
@@ -63,7 +70,7 @@ class Http:
         blobs: Blobs,
         transfer: Transfer,
         metrics: Metrics,
-        token: str,
+        tokens: Tokens,
         requests_max: int,
         peer: str,
         blob_arrived: Callable[[bytes], None],
@@ -74,7 +81,10 @@ class Http:
         self._blobs = blobs
         self._transfer = transfer
         self._metrics = metrics
-        self._token = token.encode()
+        self._tokens = tokens
+        self._asked = Rates(REQUESTS_PER_S, REQUESTS_BURST)
+        self._wrong = Rates(WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST)
+        self._doors: Doors | None = None
         self._requests_max = requests_max
         self._peer = peer
         self._blob_arrived = blob_arrived
@@ -82,6 +92,7 @@ class Http:
         self._open = 0
         self._streams = 0
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
@@ -98,13 +109,19 @@ class Http:
             max_field_size=HEADER_BYTES_MAX,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=512)
-        await site.start()
-        addresses = self._runner.addresses
-        return int(addresses[0][1])
+        server = self._runner.server
+        assert server is not None
+        self._doors = Doors(server, self.counts)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._doors, host, port, backlog=1024)
+        return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         self._stopping.set()
+        if self._doors is not None:
+            self._doors.close()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -116,13 +133,12 @@ class Http:
     ) -> web.StreamResponse:
         if self._open >= self._requests_max:
             self.counts["503"] += 1
-            answer = _problem(Problem(503, "too many requests are open here; try again soon"))
-            answer.headers["Retry-After"] = "1"
-            return answer
+            return _problem(Problem(503, "too many requests are open here; try again soon"))
         self._open += 1
+        assert self._doors is not None
+        self._doors.begin(request.protocol)
         try:
-            if request.path != "/healthz":
-                self._authenticate(request)
+            self._authorize(request)
             response = await handler(request)
         except Problem as problem:
             response = _problem(problem)
@@ -145,16 +161,32 @@ class Http:
             response = _problem(Problem(500, "an error in the peer; its log says more"))
         finally:
             self._open -= 1
+            self._doors.end(request.protocol)
         self.counts[str(response.status)] += 1
         return response
 
-    def _authenticate(self, request: web.Request) -> None:
+    def _authorize(self, request: web.Request) -> None:
+        """By the route's scope; and neither who guesses nor who asks too fast is served."""
+        scope = _SCOPES.get(getattr(request.match_info.handler, "__name__", ""), "read")
+        if scope == "open":
+            return
+        now = asyncio.get_running_loop().time()
         given = request.headers.get("Authorization", "")
         scheme, _, token = given.partition(" ")
-        right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token)
-        if scheme.lower() != "bearer" or not right:
-            how = "send `Authorization: Bearer <token>`; `valence token` prints it"
-            raise Problem(401, how if not given else f"the token is wrong: {how}")
+        how = "send `Authorization: Bearer <token>`; `valence token` prints it"
+        if scheme.lower() != "bearer":
+            raise Problem(401, how)
+        try:
+            grant = self._tokens.check(token.strip())
+        except BadToken as error:
+            if not self._wrong.take(request.remote or "", now):
+                raise Problem(429, "too many wrong tokens from your address; wait") from None
+            raise Problem(401, f"{error}: {how}") from None
+        if not self._asked.take(grant.id or grant.owner, now):
+            raise Problem(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
+        if not grant.may(scope):
+            raise Problem(403, f"this token may only {grant.scope}; {scope} is needed for this")
+        request[_GRANT] = grant
 
     # ----------------------------------------------------------------- the peer
 
@@ -189,12 +221,9 @@ class Http:
             options["idempotency"] = key
         text = await request.read()
         wait = _wait(request)
-        id, new = await self._gateway.submit(text, options, "default", bool(wait))
-        view = await self._view(id, wait)
+        id, new = await self._gateway.submit(text, options, request[_GRANT].owner, bool(wait))
+        view = await self._gateway.ask_raw(_sees(request), id, "workflow", **wait)
         return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{id}"})
-
-    async def _view(self, id: str, wait: dict[str, float]) -> bytes:
-        return await self._gateway.ask_raw(id, "workflow", **wait)
 
     async def _workflows(self, request: web.Request) -> web.Response:
         before = request.query.get("before", "")
@@ -204,18 +233,23 @@ class Http:
         state = request.query.get("state", "")
         if state and state not in WORKFLOW_STATES:
             raise Problem(400, f"state: one of {', '.join(WORKFLOW_STATES)}")
-        return _json(await self._gateway.workflows(before, limit, state))
+        return _json(await self._gateway.workflows(_sees(request), before, limit, state))
 
     async def _workflow(self, request: web.Request) -> web.Response:
-        return _json(await self._view(_id(request), _wait(request)))
+        wait = _wait(request)
+        found = await self._gateway.ask_raw(_sees(request), _id(request), "workflow", **wait)
+        return _json(found)
 
     async def _values(self, request: web.Request) -> web.Response:
         start = _integer(request, "start", 0, 0, 10**9)
-        return _json(await self._gateway.ask_raw(_id(request), "values", start=start))
+        return _json(
+            await self._gateway.ask_raw(_sees(request), _id(request), "values", start=start)
+        )
 
     async def _tasks(self, request: web.Request) -> web.Response:
         return _json(
             await self._gateway.ask(
+                _sees(request),
                 _id(request),
                 "tasks",
                 limit=_integer(request, "limit", 100, 1, 1000),
@@ -226,14 +260,14 @@ class Http:
 
     async def _task(self, request: web.Request) -> web.Response:
         task = request.match_info["task"]
-        return _json(await self._gateway.ask(_id(request), "task", task=task))
+        return _json(await self._gateway.ask(_sees(request), _id(request), "task", task=task))
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         number = None
         if "attempt" in request.query:
             number = _integer(request, "attempt", 0, 1, 2**31)
         found = await self._gateway.ask(
-            _id(request), "log", task=request.match_info["task"], attempt=number
+            _sees(request), _id(request), "log", task=request.match_info["task"], attempt=number
         )
         headers = {
             "X-Valence-Attempt": str(found["attempt"]),
@@ -254,15 +288,15 @@ class Http:
         return web.Response(text=whole, content_type="text/plain", headers=headers)
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.ask(_id(request), "cancel"))
+        return _json(await self._gateway.ask(_sees(request), _id(request), "cancel"))
 
     async def _files(self, request: web.Request) -> web.Response:
         start = _integer(request, "start", 0, 0, 10**9)
-        return _json(await self._gateway.ask(_id(request), "files", start=start))
+        return _json(await self._gateway.ask(_sees(request), _id(request), "files", start=start))
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        found = await self._gateway.ask(_id(request), "file", name=name)
+        found = await self._gateway.ask(_sees(request), _id(request), "file", name=name)
         file = _file(name, found["hash"], found["size"], found["holders"])
         return await self._serve(request, file)
 
@@ -277,14 +311,15 @@ class Http:
         if self._streams >= STREAMS_MAX:
             raise Problem(503, "too many event streams are open here")
         id = _id(request)
-        page = await self._gateway.ask(id, "events", after=position, wait_s=0)
+        owner = _sees(request)
+        page = await self._gateway.ask(owner, id, "events", after=position, wait_s=0)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         self._streams += 1
         try:
             await response.prepare(request)
-            await self._stream(response, id, position, page)
+            await self._stream(response, (owner, id), position, page)
         except Problem as problem:  # the home went away: the client begins again where it was
             note = json.dumps({"type": "interrupted", "reason": problem.detail})
             await response.write(f"event: interrupted\ndata: {note}\n\n".encode())
@@ -293,7 +328,11 @@ class Http:
         return response
 
     async def _stream(
-        self, response: web.StreamResponse, id: str, position: tuple[int, int], page: Any
+        self,
+        response: web.StreamResponse,
+        which: tuple[str, str],
+        position: tuple[int, int],
+        page: Any,
     ) -> None:
         while True:
             text = []
@@ -306,7 +345,7 @@ class Http:
             await response.write("".join(text).encode() or b": waiting\n\n")
             if page["over"] or self._stopping.is_set():
                 return
-            page = await self._gateway.ask(id, "events", after=position, wait_s=EVENT_WAIT_S)
+            page = await self._gateway.ask(*which, "events", after=position, wait_s=EVENT_WAIT_S)
 
     # ----------------------------------------------------------------- blobs
 
@@ -376,7 +415,11 @@ def _problem(problem: Problem) -> web.Response:
         detail=problem.detail,
         errors=problem.errors,
     )
-    headers = {"WWW-Authenticate": "Bearer"} if problem.status == 401 else None
+    headers = {}
+    if problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if problem.status in (429, 503):
+        headers["Retry-After"] = "1"
     return web.Response(
         text=document.model_dump_json(),
         status=problem.status,
@@ -391,6 +434,12 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
         return web.Response(body=value, status=status, content_type=kind, headers=headers)
     text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
     return web.Response(text=text, status=status, content_type="application/json", headers=headers)
+
+
+def _sees(request: web.Request) -> str:
+    """Whose workflows the asker may see; empty: all."""
+    grant: Grant = request[_GRANT]
+    return grant.sees
 
 
 def _id(request: web.Request) -> str:

@@ -150,13 +150,15 @@ class Journal:
         found = self._database.read(f"select {', '.join(names)} from workflows {where}", values)
         return [dict(zip(names, row, strict=True)) for row in found]
 
-    def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float] | None:
+    def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float, str] | None:
+        """As it was submitted: text, options, when, by whom."""
         rows = self._database.read(
-            "select document, options, submitted_at from workflows where id = ?", (workflow,)
+            "select document, options, submitted_at, owner from workflows where id = ?", (workflow,)
         )
         if not rows:
             return None
-        return rows[0][0], json.loads(rows[0][1]), rows[0][2]
+        text, options, at, owner = rows[0]
+        return text, json.loads(options), at, owner
 
     async def forget(self, before: float) -> int:
         """Workflows that ended before then, with all their entries."""

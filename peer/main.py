@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import resource
 import sqlite3
 import sys
 
@@ -15,6 +17,8 @@ from . import nursery
 from .daemon import AlreadyRunning, Daemon
 from .database import DatabaseError
 from .settings import Settings, SettingsError, from_arguments
+
+FILES_MAX = 16_384
 
 
 def run(settings: Settings) -> int:
@@ -27,6 +31,7 @@ def run(settings: Settings) -> int:
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     os.umask(0o077)
+    _allow_many_files()
     # What a workflow is made of lives long and has no cycles: to walk all of it after every few
     # hundred new objects, as the default is, costs more than it ever frees.
     gc.set_threshold(20_000, 20, 200)
@@ -45,6 +50,16 @@ def run(settings: Settings) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _allow_many_files() -> None:
+    """A thousand connections must not keep a peer from opening a file. (Tasks get fewer.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(FILES_MAX, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _live(settings: Settings, channel: object) -> int:

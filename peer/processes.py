@@ -86,7 +86,7 @@ class Worker(asyncio.Protocol):
         elif len(self._buffer) >= LENGTH.size + length:
             packed = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
             self._buffer.clear()  # one call at a time: nothing can follow its answer
-            self._done(_reply(packed))
+            self._done(read_reply(packed))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._done(None)
@@ -101,7 +101,7 @@ class Worker(asyncio.Protocol):
             self._transport.close()
 
 
-def _reply(packed: bytes) -> Reply:
+def read_reply(packed: bytes) -> Reply:
     """What the worker answered, which runs the user's code and may say anything."""
     try:
         found = msgpack.unpackb(packed)

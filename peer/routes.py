@@ -33,7 +33,7 @@ class Route:
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
     body: str = ""
-    open: bool = False  # served without a token
+    scope: str = "read"  # what a token needs for it; "open": no token at all
     errors: tuple[int, ...] = ()
 
 
@@ -41,7 +41,7 @@ _LIMIT = Parameter("limit", "how many at most", type="integer")
 _WAIT = Parameter("wait", "seconds to wait for its end before answering", type="number")
 
 ROUTES = (
-    Route("GET", "/healthz", "healthz", "Is this peer up?", api.Health, open=True),
+    Route("GET", "/healthz", "healthz", "Is this peer up?", api.Health, scope="open"),
     Route("GET", "/metrics", "metrics_text", "Prometheus metrics.", "text/plain"),
     Route("GET", "/openapi.json", "openapi", "This document.", "application/json"),
     Route("GET", "/v1/peers", "peers", "All peers this one knows of.", api.PeerList),
@@ -56,8 +56,10 @@ ROUTES = (
             Parameter("Idempotency-Key", "repeats with the same key submit once", "header"),
             Parameter("time_scale", "of a WfFormat instance", type="number"),
             Parameter("size_scale", "of a WfFormat instance", type="number"),
+            _WAIT,
         ),
         body="workflow",
+        scope="submit",
         errors=(400, 413, 415, 422, 503, 507),
     ),
     Route(
@@ -140,6 +142,7 @@ ROUTES = (
         "End it: running tasks are killed.",
         api.WorkflowView,
         errors=(404, 409),
+        scope="submit",
     ),
     Route(
         "GET",
@@ -167,6 +170,7 @@ ROUTES = (
         status=201,
         body="blob",
         errors=(400, 413, 422, 507),
+        scope="submit",
     ),
     Route(
         "GET",
@@ -216,7 +220,7 @@ def _operation(route: Route) -> dict[str, Any]:
         responses["200"] = {"description": "It was there already.", "content": content}
     if "416" in map(str, route.errors):
         responses["206"] = {"description": "The range asked for.", "content": content}
-    errors = () if route.open else (*route.errors, 401, 503)
+    errors = () if route.scope == "open" else (*route.errors, 401, 403, 429, 503)
     for status in sorted(set(errors)):
         responses[str(status)] = {
             "description": "What is wrong.",
@@ -233,10 +237,11 @@ def _operation(route: Route) -> dict[str, Any]:
     found: dict[str, Any] = {
         "summary": route.text,
         "operationId": route.handler,
+        "x-scope": route.scope,
         "parameters": parameters,
         "responses": responses,
     }
-    if route.open:
+    if route.scope == "open":
         found["security"] = []
     if route.body == "workflow":
         document = _ref(WorkflowDocument)

@@ -82,8 +82,11 @@ def _kinds(spec: Task) -> tuple[str, ...]:
 
 
 class Run:
-    def __init__(self, id: str, workflow: Workflow, submitted_at: float, home: bytes) -> None:
+    def __init__(
+        self, id: str, workflow: Workflow, submitted_at: float, home: bytes, owner: str = ""
+    ) -> None:
         self.id = id
+        self.owner = owner
         self.workflow = workflow
         self.submitted_at = submitted_at
         self.ended_at: float | None = None

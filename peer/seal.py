@@ -27,11 +27,12 @@ WINDOW = 4096
 #: clocks of one cluster may differ by this; further apart, datagrams are dropped and counted
 SKEW_S_MAX = 120
 SESSIONS_MAX = 20_000
+WRONG_PER_S_MAX = 2000  # peers that are known are heard all the same
 NOBODY = bytes(20)
 
 
 class Dropped(Exception):
-    """Why a datagram was not taken: `garbage`, `key`, `replay` or `clock`."""
+    """Why a datagram was not taken: `garbage`, `key`, `replay`, `clock` or `flood`."""
 
 
 @dataclass(slots=True)
@@ -61,7 +62,16 @@ class Seal:
         self._session = os.urandom(8)
         self._cipher = ChaCha20Poly1305(self._key(me, self._session))
         self._counter = 0
+        self._second = 0
+        self._wrong = 0
         self._sessions: OrderedDict[tuple[bytes, bytes], _Session] = OrderedDict()
+
+    def _flooded(self) -> bool:
+        """So many could not be opened in this second that strangers are not tried any more."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._wrong = second, 0
+        return self._wrong >= WRONG_PER_S_MAX
 
     def _key(self, sender: bytes, session: bytes) -> bytes:
         return derive(self._root, b"session" + sender + session)
@@ -83,6 +93,8 @@ class Seal:
         if mark != _MARK or flag > 1:
             raise Dropped("garbage")
         known = self._sessions.get((sender, session))
+        if known is None and self._flooded():
+            raise Dropped("flood")
         found = known or _Session(ChaCha20Poly1305(self._key(sender, session)))
         header = datagram[: _HEADER.size]
         to = NOBODY if flag else self._me
@@ -91,6 +103,7 @@ class Seal:
                 counter.to_bytes(12, "big"), datagram[_HEADER.size :], header + to
             )
         except InvalidTag:
+            self._wrong += 1
             raise Dropped("key") from None
         skew = abs(int(self._clock()) - _TIME.unpack_from(body)[0])
         if skew > SKEW_S_MAX:

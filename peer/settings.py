@@ -68,7 +68,9 @@ class Settings(BaseModel):
     http_advertise: str = Field("", description="URL that others reach this peer's HTTP at")
     join: Names = Field((), description="host:port of peers to join, any of them will do")
     cluster_key: str = Field("", description="what peers of one cluster share", repr=False)
-    token: str = Field("", description="what HTTP clients show", repr=False)
+    token: str = Field("", description="what HTTP clients show, an admin's", repr=False)
+    revoked: Names = Field((), description="ids of tokens that are not taken any more")
+    sandbox: str = Field("off", description="off, or bwrap: what tasks run in")
     site: str = Field("default", max_length=100, description="where this peer stands")
     cpus: float = Field(default=0.0, ge=0, le=100_000, description="cores to offer; 0: all")
     memory: Size = Field(0, description="memory to offer; 0: nine tenths of all")
@@ -141,6 +143,8 @@ def load(
         host, _, port = seed.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise SettingsError(f"{origin['join']}: {seed!r}: write host:port")
+    if settings.sandbox not in ("off", "bwrap"):
+        raise SettingsError(f"{origin['sandbox']}: off or bwrap")
     if settings.preset not in PRESETS:
         raise SettingsError(f"{origin['preset']}: there are {', '.join(PRESETS)}")
     if need_secrets:

@@ -152,3 +152,24 @@ def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:
         request = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]), strict_map_key=False)
         packed = msgpack.packb(_attempt(request, log))
         channel.sendall(LENGTH.pack(len(packed)) + packed)
+
+
+def once(request_path: str, reply_path: str) -> int:
+    """One call in a process of its own: what it prints goes where this process prints."""
+    with open(request_path, "rb") as file:
+        request = msgpack.unpackb(file.read(), strict_map_key=False)
+    sys.path.insert(0, os.getcwd())
+    os.environ.update(request["env"])
+    try:
+        answer = run(request)
+    except BaseException as error:
+        last = "".join(traceback.format_exception_only(error)).strip()
+        sys.stderr.write("".join(traceback.format_exception(error))[-TRACEBACK_CHARS_MAX:])
+        answer = {"ok": False, "error": last[-1000:]}
+    with open(reply_path, "wb") as file:
+        file.write(msgpack.packb(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(once(sys.argv[1], sys.argv[2]))

@@ -176,6 +176,7 @@ class Work(NamedTuple):
     outputs: tuple[FileName, ...] = ()
     timeout_s: Seconds | None = None
     runtime_s: Seconds | None = None
+    network: bool = False  # wanted, where a sandbox would keep it from that
 
 
 class Outcome(NamedTuple):
@@ -418,6 +419,7 @@ class Ask(Message):
     workflow: Word
     question: Word
     arguments: bytes = b""
+    owner: Word = ""  # whose question it is; empty: an admin's
 
 
 @numbered(34)
@@ -449,6 +451,7 @@ class ListWorkflows(Message):
     before: Text = ""
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
     state: Word = ""
+    owner: Word = ""
 
 
 @numbered(38)

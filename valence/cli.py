@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--disk", default="10GiB", help="quota of each peer's files (10GiB)")
     port = "of the first peer (8470, or any if that is taken)"
     sub.add_argument("--http-port", type=_port, default=0, help=port)
+    sub.add_argument("--sandbox", default="off", help="off, or bwrap: what tasks run in")
     sub.add_argument(
         "--grace", default="10s", help="how long tasks may finish when one peer gets SIGTERM (10s)"
     )
@@ -131,7 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("dir", nargs="?", default=".", help="where to put them (here)")
     sub.add_argument("--all", action="store_true", help="intermediate files too")
     listing("peers", _peers, "List the peers of the cluster.")
-    add("token", _token, "Print the local cluster's HTTP token.")
+    sub = add("token", _token, "Print the cluster's token, or make one for somebody.")
+    sub.add_argument("--owner", help="make a token for this person or program")
+    sub.add_argument("--scope", default="submit", help="read, submit (default) or admin")
+    sub.add_argument("--lasting", default="90d", metavar="TIME", help="default: 90d")
+    sub.add_argument("--json", action="store_true")
     add("key", _key, "Make a new random key, for a cluster or as a token.")
     return parser
 
@@ -171,6 +176,7 @@ def _up(options: argparse.Namespace, display: Display) -> int:
             disk=options.disk,
             http_port=options.http_port,
             grace=options.grace,
+            sandbox=options.sandbox,
             fresh=options.fresh,
             detach=options.detach,
         ),
@@ -213,10 +219,25 @@ def _peers(options: argparse.Namespace, display: Display) -> int:
 
 
 def _token(options: argparse.Namespace, display: Display) -> int:
-    found = os.environ.get("VALENCE_TOKEN") or local.token()
+    from .client import token_from_file
+
+    found = os.environ.get("VALENCE_TOKEN") or token_from_file() or local.token()
     if not found:
         raise Unreachable("there is no token: start a cluster with `valence up`")
-    display.say(found)
+    if options.owner is None:
+        display.say(found)
+        return 0
+    from peer import tokens
+    from workflow.quantities import seconds
+
+    if found.startswith("v1."):
+        raise ValueError("only the cluster's own token can make others")
+    ends_at = time.time() + seconds(options.lasting)
+    made, id = tokens.make(found, options.owner, options.scope, ends_at)
+    if options.json:
+        row = {"token": made, "id": id, "owner": options.owner, "scope": options.scope}
+        return _json(display, {**row, "ends_at": int(ends_at)})
+    display.say(made)
     return 0
 
 

@@ -45,7 +45,7 @@ class Unreachable(Exception):
 class Client:
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         url = url or os.environ.get("VALENCE_URL")
-        token = token or os.environ.get("VALENCE_TOKEN") or _token_from_file()
+        token = token or os.environ.get("VALENCE_TOKEN") or token_from_file()
         if url and not url.startswith(("http://", "https://")):
             raise Unreachable(f"VALENCE_URL: write http://{url}")
         if url:
@@ -422,8 +422,9 @@ def _stale(connection: http.client.HTTPConnection) -> bool:
     """It was closed by the other side, or says something nobody asked for."""
     if connection.sock is None:
         return True
-    readable, _, _ = select.select([connection.sock], [], [], 0)
-    return bool(readable)
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
+    return bool(poll.poll(0))
 
 
 def _document(response: http.client.HTTPResponse) -> dict[str, Any]:
@@ -434,7 +435,7 @@ def _document(response: http.client.HTTPResponse) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"title": response.reason}
 
 
-def _token_from_file() -> str | None:
+def token_from_file() -> str | None:
     path = os.environ.get("VALENCE_TOKEN_FILE")
     if not path:
         return None

@@ -39,6 +39,7 @@ class Options:
     disk: str
     http_port: int
     grace: str
+    sandbox: str
     fresh: bool
     detach: bool
 
@@ -191,6 +192,7 @@ class _Supervisor:
             "memory": options.memory,
             "disk": options.disk,
             "grace": options.grace,
+            "sandbox": options.sandbox,
             "port": port,
         }
         if index == 0:

@@ -302,6 +302,7 @@ class _Reader:
             runtime_s=found.runtime,
             timeout_s=found.timeout,
             retries=found.retries,
+            network=found.network,
         )
 
     def _resolve(self, task: Task) -> None:

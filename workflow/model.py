@@ -62,6 +62,7 @@ class Task:
     runtime_s: float | None = None
     timeout_s: float | None = None
     retries: int = 0
+    network: bool = False
 
 
 @dataclass(frozen=True, slots=True)

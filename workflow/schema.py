@@ -116,6 +116,9 @@ class TaskDocument(_Strict):
     runtime: Duration | None = Field(default=None, description="An estimate, on a peer of speed 1.")
     timeout: Duration | None = None
     retries: int = Field(default=0, ge=0, le=100)
+    network: bool = Field(
+        default=False, description="It needs the network, where tasks run in a sandbox without."
+    )
 
 
 class WorkflowDocument(_Strict):

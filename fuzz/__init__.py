@@ -1,0 +1,1 @@
+"""Hostile input for every parser: see `python -m fuzz --help`."""

@@ -1,0 +1,164 @@
+"""What is fuzzed: each target takes bytes, and anything it raises is a defect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import msgpack
+
+from peer.link import Link
+from peer.seal import Dropped, Seal
+from peer.work import read_document
+from protocols import messages
+from protocols.codec import Kind, Malformed, decode, encode
+from protocols.config import LAN
+from protocols.messages import (
+    AttemptKey,
+    Capacity,
+    Commit,
+    Contact,
+    Grant,
+    Hello,
+    Member,
+    Needs,
+    Offers,
+    Outcome,
+    Ping,
+    Report,
+    Reserve,
+    Room,
+    Sync,
+    Traits,
+    Value,
+    Work,
+)
+from workflow.problems import DocumentError
+
+_KEY = "a cluster key for fuzzing"
+_ME, _OTHER = bytes([1]) * 20, bytes([2]) * 20
+
+
+def _clock() -> float:
+    return 1_700_000_000.0
+
+
+def message(data: bytes) -> None:
+    """A decrypted datagram or frame: an envelope, or `Malformed`. What is read can be written."""
+    try:
+        envelope = decode(data)
+    except Malformed:
+        return
+    again = decode(encode(envelope.kind, envelope.id, envelope.message))
+    assert again == envelope
+
+
+def datagram(data: bytes) -> None:
+    """Off the wire, from anybody; and from somebody with the key, with any content."""
+    mine = Seal(_ME, _KEY, _clock)
+    try:
+        mine.open(data)
+    except Dropped:
+        pass
+    other = Seal(_OTHER, _KEY, _clock)
+    sender, payload, addressed = mine.open(other.seal(_ME, data))
+    assert (sender, payload, addressed) == (_OTHER, data, True)
+    message(payload)
+
+
+def stream(data: bytes) -> None:
+    """Frames of a peer's connection, cut anywhere."""
+    link = Link(Seal(_ME, _KEY, _clock), None, _ME, LAN)  # type: ignore[arg-type]
+    link.receive = lambda sender, payload: message(payload)
+
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        try:
+            await link._read(Contact(_OTHER, "h", 1), reader)
+        except asyncio.IncompleteReadError:
+            pass
+
+    asyncio.run(read())
+
+
+def document(data: bytes) -> None:
+    """A workflow document: a workflow, or problems that name their places."""
+    try:
+        made = len(read_document(data, {}).tasks)
+    except DocumentError as error:
+        made = len(error.problems)
+    assert made
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "message": message,
+    "datagram": datagram,
+    "stream": stream,
+    "document": document,
+}
+
+
+# --------------------------------------------------------------------------- seeds
+
+
+def _sample_messages() -> Iterator[messages.Message]:
+    contact = Contact(_ME, "127.0.0.1", 7000)
+    member = Member(contact, "http://h", Capacity(2000, 1 << 30), Traits("x86_64", "linux"))
+    key = AttemptKey("w1", "task[1]", 1)
+    needs = Needs(Capacity(1000))
+    work = Work(key, 1, needs, command=("sh", "-c", "true"), env=(("A", "b"),), outputs=("o",))
+    ended = Outcome(key, "ok", value=Value("json", b"1"), started_at=1.0, ended_at=2.0)
+    yield Hello(member=member)
+    yield Ping(digest=7, rumours=(member,))
+    yield Sync(known=((_ME, 1, 1, 0),))
+    yield Reserve(asks=(Room(needs, 3, 0.5),))
+    yield Offers(grants=(Grant((1, 2), 1, 0.1),), free=Capacity(1000), ttl_s=5.0)
+    yield Commit(works=(work, work._replace(command=None, call="m:f", arguments=b"\x92\x90\x80")))
+    yield Report(outcomes=(ended,), free=Capacity())
+
+
+_DOCUMENTS = (
+    "name: a\ntasks:\n  t: {command: [echo, x], outputs: [o]}\n"
+    "  u: {call: 'm:f', args: [{result: t}]}\n",
+    "name: b\ninputs: {i: {text: x}}\ntasks:\n  t: {foreach: [a, b], command: 'x {item}', "
+    "inputs: [i], outputs: ['{item}'], needs: {cpus: 1, memory: 1GiB}, timeout: 5s}\n",
+    "name: c\ndeadline: 10m\ntasks: {t: {foreach: {x: [1], y: [2]}, command: [a], after: [s]}, "
+    "s: {foreach: 3, command: [b], retries: 2}}\n",
+    "a: &x [1]\nb: *x\nname: d\ntasks: {}\n",
+    json.dumps({"name": "e", "schemaVersion": "1.5", "workflow": {"specification": {"tasks": []}}}),
+)
+
+
+def seeds(target: str) -> list[bytes]:
+    if target == "document":
+        return [text.encode() for text in _DOCUMENTS]
+    found = [encode(Kind.REQUEST, 5, m) for m in _sample_messages()]
+    found += [encode(Kind.WORKING, 5, None), msgpack.packb([1, 0, 1, 2])]
+    if target == "stream":
+        return [len(data).to_bytes(4, "big") + data for data in found]
+    if target == "datagram":
+        return found + [Seal(_OTHER, _KEY, _clock).seal(_ME, data) for data in found]
+    return found
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes changed, cut, doubled or put in: what a bounded run tries without a guide."""
+    found = bytearray(data)
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(len(found) + 1)
+        kind = rng.randrange(5)
+        if kind == 0 and at < len(found):
+            found[at] = rng.randrange(256)
+        elif kind == 1:
+            del found[at : at + rng.randrange(1, 8)]
+        elif kind == 2:
+            found[at:at] = rng.randbytes(rng.randrange(1, 8))
+        elif kind == 3:
+            found[at:at] = found[: rng.randrange(1, 30)]
+        elif at < len(found):
+            found[at] ^= 1 << rng.randrange(8)
+    return bytes(found)
