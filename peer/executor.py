@@ -163,6 +163,7 @@ class Executor:
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
         self._admission.give_back(sender.id, message.leases)
+        self._news.set()
         self._advance()
 
     def _commit(self, sender: Contact, message: Commit) -> Committed:
@@ -511,15 +512,20 @@ class Executor:
         for unit in self._admission.queued_units():
             self._hand_back(unit, "the peer is leaving")
         hurry = asyncio.ensure_future(self.hurry.wait())
-        while self._held and self._now() < deadline and not self.hurry.is_set():
+        # what was promised a moment ago may be on its way here: promises are kept too
+        while self._held or self._admission.leased:
+            if self._now() >= deadline or self.hurry.is_set():
+                break
             self._news.clear()
             news = asyncio.ensure_future(self._news.wait())
+            until = min(deadline, self._admission.next_event_at() or deadline)
             await asyncio.wait(
                 [news, hurry],
-                timeout=max(0.01, deadline - self._now()),
+                timeout=max(0.01, until - self._now()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             news.cancel()
+            self._admission.expire(self._now())
         hurry.cancel()
         running = [h for h in self._held.values() if h.state == "running"]
         for held in running:

@@ -286,6 +286,11 @@ class Admission:
         return self._free
 
     @property
+    def leased(self) -> int:
+        """Room that was promised, and may be taken up any moment."""
+        return len(self._leases)
+
+    @property
     def running(self) -> int:
         return len(self._running)
 
