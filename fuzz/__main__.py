@@ -25,7 +25,10 @@ from .targets import TARGETS
 
 VALENCE = [sys.executable, "-m", "valence"]
 GROWTH_BYTES_MAX = 100 * 2**20
-CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance"
+)
 
 
 def guided(target: str, seconds: int, directory: Path) -> dict[str, Any]:
@@ -100,9 +103,9 @@ def _ask_all(url: str, token: str, examples: int, seed: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {token}", "--checks", CHECKS]
     command += ["--max-examples", str(examples), "--seed", str(seed + 1), "--no-color"]
-    command += ["--phases", "examples,coverage,fuzzing", "--workers", "2"]
+    command += ["--phases", "examples,coverage,fuzzing,stateful", "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    cases = re.search(r"(\d[\d,]*) (?:generated|total)", done.stdout)
+    cases = re.search(r"(\d[\d,]*) generated", done.stdout)
     count = int(cases.group(1).replace(",", "")) if cases else 0
     return {"cases": count, "failed": done.returncode != 0, "why": done.stdout[-6000:]}
 

@@ -209,13 +209,51 @@ def _ref(model: type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
 
 
+_EXAMPLE = {
+    "name": "hello",
+    "tasks": {"greet": {"command": ["sh", "-c", "echo hello > out"], "outputs": ["out"]}},
+}
+#: what the parts of a path look like
+_PATHS = {
+    "id": {"pattern": r"^[A-Za-z0-9_]{1,40}$"},
+    "hash": {"pattern": "^sha256:[0-9a-f]{64}$"},
+}
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "limit": {"minimum": 1, "maximum": 1000},
+    "start": {"minimum": 0, "maximum": 10**9},
+    "attempt": {"minimum": 1, "maximum": 2**31},
+    "wait": {"minimum": 0, "maximum": 1_000_000},
+    "time_scale": {"minimum": 0, "maximum": 1_000_000},
+    "size_scale": {"minimum": 0, "maximum": 1_000_000},
+}
+
+
+def _schema(parameter: Parameter) -> dict[str, Any]:
+    return {"type": parameter.type, **_BOUNDS.get(parameter.name, {})}
+
+
+def _links() -> dict[str, Any]:
+    """What can be asked of a workflow once it is submitted."""
+    return {
+        route.handler: {
+            "operationId": route.handler,
+            "parameters": {"id": "$response.body#/id"},
+        }
+        for route in ROUTES
+        if "{id}" in route.path and "{name}" not in route.path and "{task}" not in route.path
+    }
+
+
 def _operation(route: Route) -> dict[str, Any]:
     if isinstance(route.answer, str):
-        schema: dict[str, Any] = {} if "json" in route.answer else {"type": "string"}
+        free = "json" in route.answer or "event-stream" in route.answer
+        schema: dict[str, Any] = {} if free else {"type": "string"}
         content = {route.answer: {"schema": schema}}
     else:
         content = {"application/json": _ref(route.answer)}
     responses: dict[str, Any] = {str(route.status): {"description": route.text, "content": content}}
+    if route.handler == "submit":
+        responses["201"]["links"] = _links()
     if route.method in ("POST", "PUT") and route.status == 201:
         responses["200"] = {"description": "It was there already.", "content": content}
     if "416" in map(str, route.errors):
@@ -228,10 +266,16 @@ def _operation(route: Route) -> dict[str, Any]:
         }
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     parameters = [
-        {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
+        {
+            "name": n,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", **_PATHS.get(n, {})},
+        }
+        for n in names
     ]
     parameters += [
-        {"name": p.name, "in": p.where, "description": p.text, "schema": {"type": p.type}}
+        {"name": p.name, "in": p.where, "description": p.text, "schema": _schema(p)}
         for p in route.parameters
     ]
     found: dict[str, Any] = {
@@ -244,7 +288,7 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.scope == "open":
         found["security"] = []
     if route.body == "workflow":
-        document = _ref(WorkflowDocument)
+        document = {**_ref(WorkflowDocument), "example": _EXAMPLE}
         types = ("application/json", "application/yaml")
         found["requestBody"] = {"required": True, "content": dict.fromkeys(types, document)}
     elif route.body == "blob":
