@@ -35,7 +35,7 @@ from .processes import (
     Worker,
     read_reply,
 )
-from .sandbox import Sandbox
+from .sandbox import Sandbox, module_path
 from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
@@ -194,13 +194,17 @@ class Attempt:
     async def _command(self, command: tuple[str, ...]) -> None:
         new = not self._left
         self._left = True
+        environment = self._environment()
         if self._sandbox is not None:
-            command = self._sandbox.wrap(command, self._place, self.work.network)
+            if self.work.call is not None:
+                environment["PYTHONPATH"] = module_path()
+            command = self._sandbox.wrap(command, self._place, environment, self.work.network)
+            environment = {"PATH": SEARCHED, MARKER: self._name}
         id, exit = self._processes.spawn(
             command,
             self._place,
             new,
-            self._environment(),
+            environment,
             self._place + ".log",
             self._log_bytes_max,
             self._blobs.blob_bytes_max,
@@ -314,7 +318,8 @@ class Attempt:
             for row in values:
                 if row[2]:  # nothing but its own directory can be read in there
                     copy = self._home / f".{Path(row[2]).name}"
-                    await asyncio.to_thread(copy_file, Path(row[2]), copy)
+                    if not copy.exists():
+                        await asyncio.to_thread(copy_file, Path(row[2]), copy)
                     row[2] = str(copy)
         (self._home / ".request").write_bytes(msgpack.packb(request))
         once = (sys.executable, "-m", f"{__package__}.worker", ".request", ".reply")
@@ -327,8 +332,12 @@ class Attempt:
         if failure is not None or answer is None:
             raise failure or TaskFailed(WORKER_DIED)
         self.result.pop("exit_code", None)
-        if answer.get("path"):  # where it said, and nowhere else
-            await asyncio.to_thread(copy_file, self._checked(".value"), self._value)
+        if answer.get("path"):  # nobody writes to it any more: it is moved, not copied
+            made = self._home / ".value"
+            status = made.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise TaskFailed("the value it left is no plain file")
+            made.rename(self._value)
         await self._answered(answer)
 
     def short(self, answer: dict[str, Any]) -> dict[str, object] | None:

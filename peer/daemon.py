@@ -74,7 +74,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._moved = asyncio.Event()  # somebody came, went or is doubted
         self._grace_s = settings.grace
-        self._data = settings.data
+        self._data = settings.data.absolute()  # the nursery goes from directory to directory
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -87,7 +87,7 @@ class Daemon:
     async def start(self) -> None:
         settings, config, data = self._settings, self._config, self._data
         adopt_orphans()
-        sandbox = Sandbox.find() if settings.sandbox == "bwrap" else None
+        sandbox = Sandbox.find(data) if settings.sandbox == "bwrap" else None
         self._rng = rng = random.Random(os.urandom(16))
         identity = Identity.load(data)
         self.database = Database(data / "peer.db")

@@ -35,6 +35,7 @@ log = logging.getLogger("valence.http")
 STREAMS_MAX = 200
 EVENT_WAIT_S = 10.0
 WAIT_S_MAX = 10.0
+STALL_S = 60.0  # a body that does not come, an answer that is not read
 HEADER_BYTES_MAX = 16 * 1024
 KEY_CHARS_MAX = 200
 WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
@@ -49,6 +50,7 @@ _TITLES = {
     401: "Not authenticated",
     403: "Not allowed",
     404: "Not found",
+    408: "Too slow",
     405: "Method not allowed",
     409: "Conflict",
     413: "Too large",
@@ -90,6 +92,7 @@ class Http:
         self._blob_arrived = blob_arrived
         self._clock = clock
         self._open = 0
+        self._open_by: Counter[str] = Counter()
         self._streams = 0
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -131,14 +134,18 @@ class Http:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if self._open >= self._requests_max:
-            self.counts["503"] += 1
-            return _problem(Problem(503, "too many requests are open here; try again soon"))
         self._open += 1
         assert self._doors is not None
         self._doors.begin(request.protocol)
+        who = ""
         try:
-            self._authorize(request)
+            who = self._authorize(request)
+            if who:
+                self._open_by[who] += 1
+                if self._open > self._requests_max:
+                    raise Problem(503, "too many requests are open here; try again soon")
+                if self._open_by[who] > max(1, self._requests_max * 3 // 4):
+                    raise Problem(429, "too many requests with this token are open here")
             response = await handler(request)
         except Problem as problem:
             response = _problem(problem)
@@ -159,17 +166,25 @@ class Http:
         except Exception:
             log.exception("%s %s", request.method, request.path)
             response = _problem(Problem(500, "an error in the peer; its log says more"))
+        except TimeoutError:
+            response = _problem(Problem(408, f"nothing came for {STALL_S:g} s"))
         finally:
             self._open -= 1
+            if who:
+                self._open_by[who] -= 1
+                if not self._open_by[who]:
+                    del self._open_by[who]
             self._doors.end(request.protocol)
         self.counts[str(response.status)] += 1
         return response
 
-    def _authorize(self, request: web.Request) -> None:
-        """By the route's scope; and neither who guesses nor who asks too fast is served."""
+    def _authorize(self, request: web.Request) -> str:
+        """By the route's scope; and neither who guesses nor who asks too fast is served.
+
+        Whose token it is, for limits; empty where none is needed."""
         scope = _SCOPES.get(getattr(request.match_info.handler, "__name__", ""), "read")
         if scope == "open":
-            return
+            return ""
         now = asyncio.get_running_loop().time()
         given = request.headers.get("Authorization", "")
         scheme, _, token = given.partition(" ")
@@ -182,11 +197,13 @@ class Http:
             if not self._wrong.take(request.remote or "", now):
                 raise Problem(429, "too many wrong tokens from your address; wait") from None
             raise Problem(401, f"{error}: {how}") from None
-        if not self._asked.take(grant.id or grant.owner, now):
+        who = grant.id or grant.owner
+        if not self._asked.take(who, now):
             raise Problem(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
         if not grant.may(scope):
             raise Problem(403, f"this token may only {grant.scope}; {scope} is needed for this")
         request[_GRANT] = grant
+        return who
 
     # ----------------------------------------------------------------- the peer
 
@@ -219,7 +236,8 @@ class Http:
             if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
                 raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
             options["idempotency"] = key
-        text = await request.read()
+        async with asyncio.timeout(STALL_S):
+            text = await request.read()
         wait = _wait(request)
         id, new = await self._gateway.submit(text, options, request[_GRANT].owner, bool(wait))
         view = await self._gateway.ask_raw(_sees(request), id, "workflow", **wait)
@@ -396,10 +414,12 @@ class Http:
         response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
         try:
-            await response.write(first)
+            async with asyncio.timeout(STALL_S):
+                await response.write(first)
             async for part in parts:
-                await response.write(part)
-        except (BlobError, OSError) as error:
+                async with asyncio.timeout(STALL_S):
+                    await response.write(part)
+        except (BlobError, OSError, TimeoutError) as error:
             # half a body is out: the only honest end is to break off
             log.warning("%s broke off: %s", request.path, error)
             if request.transport is not None:
@@ -502,5 +522,9 @@ def _file(name: str, hash: str, size: int, holders: list[str]) -> File:
 
 
 async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
-    async for chunk in request.content.iter_chunked(1 << 20):
+    while True:
+        async with asyncio.timeout(STALL_S):
+            chunk = await request.content.read(1 << 20)
+        if not chunk:
+            return
         yield chunk

@@ -452,4 +452,5 @@ def start() -> tuple[socket.socket, int]:
 
 
 if __name__ == "__main__":
+    os.set_inheritable(int(sys.argv[1]), False)  # it is ours alone, not for tasks
     Nursery(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -104,7 +104,8 @@ class Worker(asyncio.Protocol):
 def read_reply(packed: bytes) -> Reply:
     """What the worker answered, which runs the user's code and may say anything."""
     try:
-        found = msgpack.unpackb(packed)
+        # flat and small in number: a few bytes must not become a heap of objects
+        found = msgpack.unpackb(packed, max_array_len=0, max_map_len=16, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("ok"), bool):

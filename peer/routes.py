@@ -60,7 +60,7 @@ ROUTES = (
         ),
         body="workflow",
         scope="submit",
-        errors=(400, 413, 415, 422, 503, 507),
+        errors=(400, 408, 413, 415, 422, 503, 507),
     ),
     Route(
         "GET",
@@ -169,7 +169,7 @@ ROUTES = (
         api.BlobView,
         status=201,
         body="blob",
-        errors=(400, 413, 422, 507),
+        errors=(400, 408, 413, 422, 507),
         scope="submit",
     ),
     Route(

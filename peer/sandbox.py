@@ -11,10 +11,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/etc")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
+#: of /etc only what programs need to find libraries, names and certificates
+_ETC = (
+    *("passwd", "group", "nsswitch.conf", "hosts", "resolv.conf", "localtime", "alternatives"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl", "ca-certificates", "pki", "mime.types"),
+)
+_PACKAGES = ("peer", "protocols", "workflow")
 TRY_S_MAX = 10.0
 
 
@@ -23,20 +29,22 @@ class NoSandbox(ValueError):
 
 
 class Sandbox:
-    def __init__(self, program: str, readable: Iterable[str]) -> None:
+    def __init__(self, program: str, readable: Iterable[str], hidden: str) -> None:
         self._fixed = [program, "--die-with-parent", "--unshare-all", "--new-session"]
         self._fixed += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/run"]
-        for path in readable:  # last: one of them may lie in a directory that is made anew
+        for path in readable:  # after those: one of them may lie in a directory that is made anew
             self._fixed += ["--ro-bind-try", path, path]
+        if hidden:  # the peer's data, should it lie in anything of that
+            self._fixed += ["--tmpfs", hidden]
 
     @classmethod
-    def find(cls) -> Sandbox:
+    def find(cls, data: Path) -> Sandbox:
         """Tried once, so that a peer that can't keep what it promises does not start."""
         program = shutil.which("bwrap")
         if program is None:
             raise NoSandbox("sandbox = bwrap: there is no bwrap here; install bubblewrap")
-        made = cls(program, _readable())
-        argv = [*made.wrap(["true"], "", False)]
+        made = cls(program, _readable(), str(data))
+        argv = [*made.wrap(["true"], "", {"PATH": os.defpath}, False)]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=TRY_S_MAX)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -45,21 +53,35 @@ class Sandbox:
             raise NoSandbox(f"sandbox = bwrap does not work here: {done.stderr.strip()[:300]}")
         return made
 
-    def wrap(self, argv: Iterable[str], cwd: str, network: bool) -> tuple[str, ...]:
-        own = ["--bind", cwd, cwd, "--chdir", cwd] if cwd else []
-        shared = ["--share-net"] if network else []
+    def wrap(
+        self, argv: Iterable[str], cwd: str, env: Mapping[str, str], network: bool
+    ) -> tuple[str, ...]:
+        """The task's variables are set inside: outside, they could make bwrap itself misbehave."""
+        found = [*self._fixed, "--clearenv"]
+        for name, value in env.items():
+            found += ["--setenv", name, value]
         if network:
-            shared += ["--ro-bind-try", "/run/systemd/resolve", "/run/systemd/resolve"]
-        return (*self._fixed, *shared, *own, "--", *argv)
+            resolver = "/run/systemd/resolve"
+            found += ["--share-net", "--ro-bind-try", resolver, resolver]
+        if cwd:
+            found += ["--bind", cwd, cwd, "--chdir", cwd]
+        return (*found, "--", *argv)
 
 
 def _readable() -> list[str]:
-    """The system, and where this Python and its packages are."""
+    """The system, this Python with its packages, and of ours what runs a call: no more."""
+    root = Path(__file__).parents[1]
     found = dict.fromkeys(_SYSTEM)
-    package = str(Path(__file__).parents[1])
-    for path in (sys.prefix, sys.base_prefix, package, *sys.path):
-        real = os.path.realpath(path) if path else ""
+    found.update(dict.fromkeys(f"/etc/{name}" for name in _ETC))
+    packages = [str(root / name) for name in _PACKAGES]
+    for path in (sys.prefix, sys.base_prefix, *packages):
+        real = os.path.realpath(path)
         inside = any(real == top or real.startswith(top + "/") for top in found)
-        if real and real != "/" and not inside and os.path.isdir(real):
+        if not inside and os.path.isdir(real):
             found[real] = None
     return list(found)
+
+
+def module_path() -> str:
+    """Where Python finds our packages in there."""
+    return str(Path(os.path.realpath(__file__)).parents[1])

@@ -63,6 +63,8 @@ def make(root: str, owner: str, scope: str, ends_at: float) -> tuple[str, str]:
     """A new token and its id."""
     if not _OWNER.fullmatch(owner):
         raise ValueError(f"{owner!r}: an owner's name has 1 to 64 letters, digits, and . _ @ -")
+    if owner == ADMIN and scope != "admin":
+        raise ValueError(f"{ADMIN} is the owner of what the cluster's own token submits")
     if scope not in SCOPES:
         raise ValueError(f"{scope!r}: a scope is one of {', '.join(SCOPES)}")
     id = secrets.token_hex(6)
@@ -83,7 +85,7 @@ class Tokens:
             return Grant(ADMIN, "admin")
         mark, _, rest = given.partition(".")
         payload, _, signature = rest.partition(".")
-        if mark != _MARK or not signature or len(given) > TOKEN_CHARS_MAX:
+        if mark != _MARK or not signature or len(given) > TOKEN_CHARS_MAX or not given.isascii():
             raise BadToken("the token is wrong")
         expected = _sign(self._root, payload)
         if not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):

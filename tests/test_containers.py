@@ -62,16 +62,24 @@ def test_compose_publishes_one_gateway_and_runs_nobody_as_root_with_rights(path:
 
 
 def test_secrets_are_made_once_and_for_nobody_else(tmp_path: Path) -> None:
-    script = ROOT / "deploy" / "secrets"
-    lines = subprocess.run([script], capture_output=True, text=True, check=True).stdout.split()
+    env, files = tmp_path / "env", tmp_path / "files"
+    environment = {**os.environ, "VALENCE_ENV": str(env), "VALENCE_SECRETS": str(files)}
+    for _ in range(2):
+        for more in ((), ("--files",)):
+            subprocess.run(
+                [ROOT / "deploy" / "secrets", *more],
+                env=environment,
+                check=True,
+                capture_output=True,
+            )
+        found = env.read_text(), (files / "token").read_text()
+    lines = found[0].split()
     assert [line.partition("=")[0] for line in lines] == ["VALENCE_CLUSTER_KEY", "VALENCE_TOKEN"]
     assert all(re.fullmatch(r"\w+=[\w-]{43}", line) for line in lines)
-    for _ in range(2):
-        subprocess.run([script, "--files", tmp_path], capture_output=True, check=True)
-    first = (tmp_path / "token").read_text()
-    assert len(first) == 43
-    subprocess.run([script, "--files", tmp_path], capture_output=True, check=True)
-    assert (tmp_path / "token").read_text() == first
+    assert len(found[1]) == 43
+    assert found == (env.read_text(), (files / "token").read_text()), "what is there stays"
+    assert env.stat().st_mode & 0o077 == 0
+    assert files.stat().st_mode & 0o077 == 0
 
 
 def test_capacity_is_what_the_container_may_use(tmp_path: Path) -> None:
@@ -101,7 +109,7 @@ def test_a_missing_secret_is_an_error_that_says_how_to_make_it(tmp_path: Path) -
     command = [*(_compose() or []), *chosen, "config"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "./deploy/secrets > .env" in done.stderr
+    assert "./deploy/secrets makes one" in done.stderr
 
 
 # --------------------------------------------------------------------------- with an engine
@@ -117,8 +125,9 @@ def containers(tmp_path: Path) -> Iterator[Any]:
         "VALENCE_BUILD_NETWORK": os.environ.get("VALENCE_BUILD_NETWORK", "host"),
         "VALENCE_PUBLISH": "127.0.0.1:18470",
     }
-    made = subprocess.run([ROOT / "deploy" / "secrets"], capture_output=True, text=True, check=True)
-    for line in made.stdout.split():
+    secrets = {**os.environ, "VALENCE_ENV": str(tmp_path / "env")}
+    subprocess.run([ROOT / "deploy" / "secrets"], env=secrets, check=True)
+    for line in (tmp_path / "env").read_text().split():
         name, _, value = line.partition("=")
         environment[name] = value
 

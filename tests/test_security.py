@@ -99,6 +99,7 @@ def test_tokens_that_are_forged_changed_expired_or_revoked_are_refused(cluster) 
         foreign,
         "v1..",
         "v1.ä.ö",
+        "v1.\xff.x",
         "x" * 5000,
     ):
         assert "wrong" in refused(401, client(cluster, bad.encode().decode("latin-1")).peers)
@@ -266,8 +267,14 @@ def test_in_a_flood_the_known_are_still_heard() -> None:
         with pytest.raises(Dropped) as caught:
             mine.open(stranger.seal(bytes([1] * 20), b"x"))
         why[str(caught.value)] += 1
-    assert why == {"key": 2000, "flood": 3000}
+    assert why["flood"] > 2700
     assert mine.open(theirs.seal(bytes([1] * 20), b"again"))[1] == b"again"
+    newcomer = Seal(bytes([5] * 20), key, lambda: now[0])
+    heard = 0
+    for _ in range(40):  # it repeats itself until it is answered
+        with contextlib.suppress(Dropped):
+            heard += mine.open(newcomer.seal(bytes([1] * 20), b"me too"))[1] == b"me too"
+    assert heard
     now[0] += 1
     newcomer = Seal(bytes([4] * 20), key, lambda: now[0])
     assert mine.open(newcomer.seal(bytes([1] * 20), b"new"))[1] == b"new"
@@ -278,7 +285,7 @@ def test_in_a_flood_the_known_are_still_heard() -> None:
 
 def _no_sandbox() -> str:
     try:
-        sandbox.Sandbox.find()
+        sandbox.Sandbox.find(Path("/nowhere"))
     except sandbox.NoSandbox as error:
         return str(error)
     return ""
@@ -311,6 +318,9 @@ def test_in_the_sandbox_a_task_has_its_directory_and_nothing_else(own_cluster, t
     tasks["again"] = {"call": "operator:add", "args": [{"result": "sum"}, 1]}
     tasks["large"] = {"call": "operator:mul", "args": ["ab", 50_000]}
     tasks["length"] = {"call": "builtins:len", "args": [{"result": "large"}]}
+    tasks["loader"] = {"command": ["true"], "env": {"LD_PRELOAD": "./evil.so", "X": "1"}}
+    tasks["variables"] = {"command": ["sh", "-c", "echo $X $VALENCE_TASK"], "env": {"X": "y z"}}
+    tasks["twice"] = {"call": "operator:eq", "args": [{"result": "large"}, {"result": "large"}]}
     tasks["bad"] = {"call": "builtins:int", "args": ["x"]}
     tasks["escape"] = {"call": "os:listdir", "args": [data]}
     document = {"name": "walled", "inputs": {"in.txt": {"text": "ok"}}, "tasks": tasks}
@@ -322,6 +332,10 @@ def test_in_the_sandbox_a_task_has_its_directory_and_nothing_else(own_cluster, t
     for name in checks:
         assert workflow.log(name).decode().strip() == "ok", name
     assert workflow.log("open").count(b":") > 1
+    # it is preloaded inside, where it is not there either: bwrap itself never heard of it
+    assert b"bwrap" not in workflow.log("loader")
+    assert workflow.log("variables") == b"y z variables\n"
+    assert workflow.task("twice")["value"] is True
     assert workflow.task("again")["value"] == 6
     assert workflow.task("length")["value"] == 100_000
     assert "invalid literal" in workflow.task("bad")["reason"]
