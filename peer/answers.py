@@ -352,7 +352,8 @@ class Answers:
             next=end if end < len(names) else None,
         )
 
-    def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+    async def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+        await self._home.created(run.id)
         found = self._home.journal.document(run.id)
         return _Document(hash=str(found[1].get("document", "")) if found else "")
 

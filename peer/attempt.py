@@ -42,6 +42,7 @@ LOG_TAIL_CHARS = 4000
 MEMORY_CHECK_S = 0.5
 SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 WORKER_DIED = "the worker process died during the call"
+NURSERY_DIED = "the peer's process nursery ended"
 
 
 class TaskFailed(Exception):
@@ -119,7 +120,7 @@ class Attempt:
             found = {"kind": "failed", "reason": str(error)[:2000], "exit_code": error.exit_code}
             return {**self.result, **found}
         except (PeerFailed, NurseryGone, Unavailable) as error:
-            reason = str(error) or "the peer's process nursery ended"
+            reason = str(error) or NURSERY_DIED
             return {**self.result, "kind": "returned", "reason": reason[:2000]}
         except BlobError as error:
             return {**self.result, "kind": "failed", "reason": str(error)[:2000]}
@@ -295,17 +296,19 @@ class Attempt:
         memory = work.needs.capacity.memory_bytes
         request = self.request()
         worker = await self._processes.worker()
+        losses = self._processes.losses
         try:
             async with asyncio.timeout(work.timeout_s):
                 answer = await self._answer(worker, request, memory)
-        except TimeoutError:
+        except BaseException as error:
             self._processes.discard(worker)
-            raise TaskFailed(too_long(work)) from None
-        except (EOFError, OSError):
-            self._processes.discard(worker)
-            raise TaskFailed(WORKER_DIED) from None
-        except BaseException:
-            self._processes.discard(worker)
+            self._left = True  # perhaps a part of its value
+            if isinstance(error, TimeoutError):
+                raise TaskFailed(too_long(work)) from None
+            if isinstance(error, EOFError | OSError):
+                if losses != self._processes.losses:
+                    raise NurseryGone from None
+                raise TaskFailed(WORKER_DIED) from None
             raise
         self._processes.give_back(worker)
         await self._answered(answer)
@@ -423,6 +426,11 @@ class Attempt:
             copy_file(real, copy)
             return copy
         return real
+
+    def forget(self) -> None:
+        """What a worker that is gone may have left of a value."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._place + ".value")
 
     def _clean(self) -> None:
         remove_tree(self._home)

@@ -205,6 +205,8 @@ class Blobs:
                     )
                 await asyncio.to_thread(self._settle, part, expected, False)
                 self._keep(expected, size, False, room)
+            except TimeoutError:
+                raise  # it did not come: not the disk's fault
             except OSError as error:
                 raise QuotaFull(f"the disk refused it: {error.strerror}") from None
             finally:

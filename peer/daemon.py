@@ -179,11 +179,11 @@ class Daemon:
         self.rpc.on_unreachable = self.liveness.suspect
         self.members.listen(self._member_changed)
         self.home.load()
+        self.executor.load()
         self.link.receive = self.rpc.received
 
         await self._listen_http(http_port, url)
         self._tell_where(port)
-        self.executor.load()
         for name, work in (
             ("liveness", self.liveness.run()),
             ("overlay", self.overlay.refresh()),

@@ -12,10 +12,12 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import sqlite3
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +49,7 @@ from protocols.messages import (
 )
 from protocols.rpc import CallFailed, Rpc
 
-from .attempt import WORKER_DIED, Attempt, outcome, remove_tree, too_long
+from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, remove_tree, too_long
 from .blobs import Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import Processes, Reply, Worker
@@ -78,6 +80,8 @@ class _Held:
     # a plain call has no task of its own: the worker that runs it, and its time-out
     worker: Worker | None = None
     timer: asyncio.TimerHandle | None = None
+    attempt: Attempt | None = None
+    losses: int = 0  # of nurseries, when it began
 
 
 @dataclass(slots=True)
@@ -237,8 +241,10 @@ class Executor:
             self._sandbox,
         )
         worker = self._processes.idle_worker() if attempt.plain else None
+        held.attempt = attempt
+        held.losses = self._processes.losses
         if worker is None:
-            held.task = asyncio.ensure_future(self._run(held, attempt.run()))
+            self._run_task(held, attempt.run)
             return
         held.worker = worker
         limit_s = held.work.timeout_s
@@ -253,12 +259,16 @@ class Executor:
             return  # it was ended, by who saw to the rest too
         if reply is None:
             self._processes.discard(worker)
-            self._ended(held, {"kind": "failed", "reason": WORKER_DIED})
+            attempt.forget()
+            if held.losses != self._processes.losses:
+                self._ended(held, {"kind": "returned", "reason": NURSERY_DIED})
+            else:
+                self._ended(held, {"kind": "failed", "reason": WORKER_DIED})
             return
         self._processes.give_back(worker)
         short = attempt.short(reply)
         if short is None:
-            held.task = asyncio.ensure_future(self._run(held, attempt.take(reply)))
+            self._run_task(held, functools.partial(attempt.take, reply))
         else:
             self._ended(held, short)
 
@@ -272,18 +282,26 @@ class Executor:
         worker = self._part_from_worker(held)
         if worker is not None:
             self._processes.discard(worker)
+            if held.attempt is not None:
+                held.attempt.forget()
             self._ended(held, {"kind": "failed", "reason": too_long(held.work)})
 
-    async def _run(self, held: _Held, work: Coroutine[Any, Any, dict[str, object]]) -> None:
+    def _run_task(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
+        held.task = asyncio.ensure_future(self._run(held, work))
+        # not in the task itself: one that is cancelled before its first step never gets there
+        held.task.add_done_callback(lambda task: self._aborted(held) if task.cancelled() else None)
+
+    def _aborted(self, held: _Held) -> None:
+        if self._held.get(held.work.key) is held and held.state == "running":
+            del self._held[held.work.key]
+            self._admission.release(held.work.key)
+            self.counts["aborted"] += 1
+            self._news.set()
+            self._advance()
+
+    async def _run(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
         try:
-            found = await work
-        except asyncio.CancelledError:
-            if self._held.pop(held.work.key, None) is not None:
-                self._admission.release(held.work.key)
-                self.counts["aborted"] += 1
-                self._news.set()
-                self._advance()
-            raise
+            found = await work()
         except Exception as error:
             log.exception("attempt %s", held.work.key)
             found = {"kind": "returned", "reason": f"an error in the peer: {error!r}"[:2000]}
@@ -363,7 +381,7 @@ class Executor:
                 try:
                     await self._database.write(statements)
                     break
-                except DatabaseError as error:
+                except (DatabaseError, sqlite3.Error) as error:
                     log.error("outcomes can't be written, trying again: %s", error)
                     await asyncio.sleep(delay_s)
                     delay_s = min(10.0, delay_s * 2)
@@ -480,10 +498,9 @@ class Executor:
         worker = self._part_from_worker(held)
         if worker is not None:
             self._processes.discard(worker)
-            self._held.pop(held.work.key, None)
-            self._admission.release(held.work.key)
-            self.counts["aborted"] += 1
-            self._news.set()
+            if held.attempt is not None:
+                held.attempt.forget()
+            self._aborted(held)
 
     def _inquire(self, sender: Contact, message: Inquire) -> Inquired:
         def state(key: AttemptKey) -> str:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
@@ -189,7 +190,9 @@ class Home:
     def _undo(self, run: Run) -> None:
         """It could not be written, and never was."""
         run.ended_at = run.submitted_at
-        del self._active[run.id]
+        self._active.pop(run.id, None)
+        if self._ended.pop(run.id, None) is not None:  # it was that quick
+            self._ended_tasks -= len(run.tasks)
         _, staging = self._stages.pop(run.id, (None, None))
         if staging is not None:
             staging.cancel()
@@ -259,8 +262,9 @@ class Home:
             log.exception("the document of %s can't be read any more", id)
             return None
         run = Run(id, workflow, submitted_at, self._rpc.me.id, owner)
-        for _, at, kind, body in self.journal.read(id):
+        for seq, at, kind, body in self.journal.read(id):
             run.apply(kind, body, at)
+            run.seq = seq + 1  # the next entry's number, whatever there was before
         return run
 
     def get(self, id: str) -> Run | None:
@@ -272,6 +276,12 @@ class Home:
                 self._remember(run)
         return run
 
+    async def created(self, id: str) -> None:
+        """When it is on disk, if it is on its way there."""
+        written = self._creating.get(id)
+        if written is not None:
+            await asyncio.wait([written])
+
     def knows(self, id: str) -> bool:
         if id in self._active or id in self._ended:
             return True
@@ -282,11 +292,11 @@ class Home:
         self._ended_tasks -= len(before.tasks) if before is not None else 0
         self._ended[run.id] = run
         self._ended_tasks += len(run.tasks)
-        while len(self._ended) > RUNS_REMEMBERED or self._ended_tasks > ENDED_TASKS_MAX:
+        while len(self._ended) > 1 and (
+            len(self._ended) > RUNS_REMEMBERED or self._ended_tasks > ENDED_TASKS_MAX
+        ):
             _, oldest = self._ended.popitem(last=False)
             self._ended_tasks -= len(oldest.tasks)
-            if not self._ended:
-                break
 
     def peers_at_work(self) -> list[bytes]:
         """Those that have something of ours."""
@@ -426,9 +436,11 @@ class Home:
             self._lost([(key, why + text) for key, text in refused], begun=False)
 
     def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
+        first = not self._at[peer]
         self._at[peer][_key(run, task, number)] = None
-        if peer not in self._check_at:
-            self._check_at[peer] = asyncio.get_running_loop().time() + CHECK_S
+        if first:
+            now = asyncio.get_running_loop().time()
+            self._check_at[peer] = min(self._check_at.get(peer, math.inf), now + CHECK_S)
             self._given.set()
             self.on_given()
 

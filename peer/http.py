@@ -161,13 +161,13 @@ class Http:
                 response.headers["Allow"] = error.headers["Allow"]
         except (ConnectionResetError, asyncio.CancelledError):
             raise
+        except TimeoutError:
+            response = _problem(Problem(408, f"nothing came for {STALL_S:g} s"))
         except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
             response = _problem(Problem(400, f"the body can't be read: {error}"))
         except Exception:
             log.exception("%s %s", request.method, request.path)
             response = _problem(Problem(500, "an error in the peer; its log says more"))
-        except TimeoutError:
-            response = _problem(Problem(408, f"nothing came for {STALL_S:g} s"))
         finally:
             self._open -= 1
             if who:

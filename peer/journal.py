@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,10 @@ class Journal:
                     await self._database.write(batch)
                     self.trouble = ""
                     break
+                except sqlite3.IntegrityError as error:
+                    log.critical("an entry of the journal is there already: %s", error)
+                    await self._write_singly(batch)
+                    break
                 except DatabaseError as error:
                     self.trouble = str(error)
                     log.error("the journal can't be written, trying again: %s", error)
@@ -105,6 +110,14 @@ class Journal:
                 event = self._changed.pop(workflow, None)
                 if event is not None:
                     event.set()
+
+    async def _write_singly(self, batch: list[Statement]) -> None:
+        """One of them can't be written by any means: the others must not go with it."""
+        for statement in batch:
+            try:
+                await self._database.write([statement])
+            except (DatabaseError, sqlite3.Error) as error:
+                log.critical("given up: %s: %s", statement[1][:3], error)
 
     def create(
         self, row: tuple[Any, ...], body: dict[str, Any], patient: bool
@@ -128,7 +141,8 @@ class Journal:
         return at, written
 
     def remove(self, workflow: str) -> None:
-        self._put(workflow, ("delete from entries where workflow = ?", (workflow,)))
+        """What followed a creation that failed. (The same key may be submitted again by then.)"""
+        self._put(workflow, ("delete from entries where workflow = ? and seq > 0", (workflow,)))
 
     def changed(self, workflow: str) -> asyncio.Event:
         """Set when something more of this workflow is on disk."""

@@ -228,12 +228,15 @@ class Nursery:
             return name if name.startswith("/") else os.path.join(cwd, name)
         found = self._programs.get((name, path))
         if found is None:
-            place = shutil.which(name, path=path)
+            entries = [os.path.join(cwd, entry) for entry in path.split(":")]
+            place = shutil.which(name, path=":".join(entries))
             if place is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            if entries != path.split(":"):
+                return place  # in the task's own directory, perhaps: only now, only for it
             if len(self._programs) >= PROGRAMS_REMEMBERED:
                 self._programs.clear()
-            self._programs[(name, path)] = found = os.path.abspath(place)
+            self._programs[(name, path)] = found = place
         return found
 
     def _limit(self, file_bytes_max: int) -> None:
@@ -265,11 +268,16 @@ class Nursery:
             return
         marker = f"worker-{os.getpid()}-{id}"
         with ours, theirs:
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                _become_worker(theirs, log_path, parent_path, marker)
-            self._watch(_Child(id, pid, os.pidfd_open(pid), marker))
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    ours.close()
+                    _become_worker(theirs, log_path, parent_path, marker)
+                pidfd = os.pidfd_open(pid)
+            except OSError as error:  # no more processes or files: its own channel ends a child
+                self._tell("failed", id, f"a worker can't be started: {error.strerror}")
+                return
+            self._watch(_Child(id, pid, pidfd, marker))
             self._tell("worker", id, pid, fd=ours.fileno())
 
     # ----------------------------------------------------------------- events
@@ -333,7 +341,9 @@ class Nursery:
         child.pipe = -1
 
     def _ended(self, child: _Child) -> None:
-        _, status, usage = os.wait4(child.pid, 0)
+        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if not pid:
+            return  # an event of a descriptor that had this number before
         child.code = os.waitstatus_to_exitcode(status)
         self._close(child.pidfd)
         if child.pipe >= 0:

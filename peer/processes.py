@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -20,7 +21,10 @@ import msgpack
 from . import nursery
 from .nursery import LENGTH
 
+log = logging.getLogger("valence.processes")
+
 TERM_GRACE_S = 2.0
+RESTART_S = 1.0
 REPLY_BYTES_MAX = 64 * 2**20
 IDLE_WORKERS_MAX = 64
 
@@ -116,6 +120,7 @@ def read_reply(packed: bytes) -> Reply:
 class Processes:
     def __init__(self, channel: socket.socket, directory: Path) -> None:
         self.spawned = 0
+        self.losses = 0  # of the nursery itself
         self._directory = directory
         self._ids = itertools.count(1)
         self._exits: dict[int, asyncio.Future[Exit]] = {}
@@ -131,7 +136,7 @@ class Processes:
         channel.setblocking(False)
         self._buffer = bytearray()
         self._fds: list[int] = []
-        self._orders = bytearray()
+        self._orders = bytearray()  # what was told before is for one that is gone
         self._flushing = False
         asyncio.get_running_loop().add_reader(channel.fileno(), self._readable)
 
@@ -210,6 +215,7 @@ class Processes:
 
     def _lost(self) -> None:
         """The nursery was killed. Its children die or are ended; start another one."""
+        self.losses += 1
         self._detach()
         waiting: list[asyncio.Future[Any]] = [
             *self._exits.values(),
@@ -224,21 +230,37 @@ class Processes:
             worker.close()
         self._idle.clear()
         self._alive.clear()
+        self._orders.clear()
+        self._flushing = False
         # what it ran became this process's children (see `adopt_orphans`): end them
         for pid in nursery.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if not self._closing:
-            # this process has threads by now: exec a fresh one instead of forking
+        self._start_another()
+
+    def _start_another(self) -> None:
+        """This process has threads by now: exec a fresh one instead of forking."""
+        if self._closing:
+            return
+        try:
             ours, theirs = socket.socketpair()
-            subprocess.Popen(
-                [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            ).returncode = 0
-            theirs.close()
-            self._attach(ours)
+            with theirs:
+                subprocess.Popen(
+                    [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                ).returncode = 0
+        except OSError:  # no process or file can be had now: what is asked meanwhile waits
+            log.exception("the nursery can't be started again yet")
+            asyncio.get_running_loop().call_later(RESTART_S, self._start_another)
+            return
+        orders = bytes(self._orders)
+        self._attach(ours)
+        if orders:
+            self._orders += orders
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     # ----------------------------------------------------------------- commands
 

@@ -88,8 +88,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     encoding, data = dump(value)
     if len(data) <= INLINE_BYTES_MAX:
         return {"ok": True, "encoding": encoding, "data": data}
-    with open(request["value_path"], "wb") as file:
-        file.write(data)
+    try:
+        with open(request["value_path"], "wb") as file:
+            file.write(data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(request["value_path"])
+        raise
     return {"ok": True, "encoding": encoding, "data": b"", "path": request["value_path"]}
 
 

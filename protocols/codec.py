@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from .messages import BY_NUMBER, Message
 
 VERSION = 1
+#: values within values
+VALUES_DEEP_MAX = 8
 
 
 class Kind(IntEnum):
@@ -61,27 +63,38 @@ def decode(data: bytes) -> Envelope:
         raise Malformed("unknown message")
     fields = dict(zip(cls.model_fields, row[4:], strict=False))
     try:
-        try:
-            message = cls.model_validate(fields)
-        except ValidationError as error:
-            message = cls.model_validate(_without_news(fields, error))
+        return Envelope(kind, row[2], _message(cls, fields))
     except (ValidationError, RecursionError) as error:
         raise Malformed(f"{cls.__name__}: {_first(error)}") from None
-    return Envelope(kind, row[2], message)
 
 
-def _without_news(fields: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+def _message(cls: type[Message], fields: dict[str, Any]) -> Message:
     """Less what a newer version has added at the end of values: it is not for us."""
-    news = [e["loc"] for e in error.errors(include_url=False, include_input=False)]
-    if any(e["type"] != "unexpected_positional_argument" for e in error.errors()):
-        raise error
+    for _ in range(VALUES_DEEP_MAX):
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            ends = _news(error)
+            if not ends:
+                raise
+            for at in sorted(ends, key=len, reverse=True):  # the innermost first
+                fields = _shortened(fields, at, ends[at])
+    return cls.model_validate(fields)
+
+
+def _news(error: ValidationError) -> dict[tuple[Any, ...], int]:
+    """Values that are longer than we know, and how long we know them; none if more is wrong."""
     ends: dict[tuple[Any, ...], int] = {}
-    for place in news:
-        at, index = place[:-1], int(place[-1])
-        ends[at] = min(ends.get(at, index), index)
-    for at in sorted(ends, key=len, reverse=True):  # the innermost first
-        fields = _shortened(fields, at, ends[at])
-    return fields
+    for found in error.errors(include_url=False, include_input=False):
+        place, context = found["loc"], found.get("ctx", {})
+        if found["type"] == "too_long" and context.get("field_type") == "NamedTuple":
+            at, end = place, int(context["max_length"])
+        elif found["type"] == "unexpected_positional_argument":  # pydantic before 2.14
+            at, end = place[:-1], int(place[-1])
+        else:
+            return {}
+        ends[at] = min(ends.get(at, end), end)
+    return ends
 
 
 def _shortened(value: Any, place: tuple[Any, ...], end: int) -> Any:

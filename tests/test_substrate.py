@@ -7,6 +7,7 @@ import random
 import stat
 from pathlib import Path
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from protocols.messages import (
     BY_NUMBER,
     AttemptKey,
     Capacity,
+    Contact,
     Member,
     Needs,
     Offers,
@@ -55,12 +57,24 @@ def test_numbers_are_unique_and_kept() -> None:
 
 def test_fields_of_a_newer_version_are_passed_over() -> None:
     data = encode(Kind.TELL, 0, Vacancy(free=Capacity(millicores=1)))
-    import msgpack
 
     row = msgpack.unpackb(data)
     assert decode(msgpack.packb([*row, "new field"])).message == Vacancy(
         free=Capacity(millicores=1)
     )
+
+
+def test_values_that_a_newer_version_has_made_longer_are_read_as_far_as_known() -> None:
+    contact = (b"1" * 20, "host", 7000, "news")
+    member = (contact, "http://h", (1000, 2, 3, 4, "news"), ("x86_64",), 1, 2, 0, "9.9", "news", 5)
+    found = decode(msgpack.packb([1, 0, 7, 4, 5, (member, member), "news"])).message
+    assert found == Ping(digest=5, rumours=(Member(
+        Contact(b"1" * 20, "host", 7000), "http://h", Capacity(1000, 2, 3, 4), Traits("x86_64"),
+        1, 2, 0, "9.9",
+    ),) * 2)  # fmt: skip
+    wrong = (contact, 5, *member[2:])
+    with pytest.raises(Malformed):
+        decode(msgpack.packb([1, 0, 7, 4, 5, (member, wrong)]))
 
 
 @settings(max_examples=500, deadline=None)
@@ -75,7 +89,6 @@ def test_no_bytes_crash_the_decoder(data: bytes) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_wellformed_msgpack_crashes_the_decoder(data: st.DataObject) -> None:
-    import msgpack
 
     leaf = (
         st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=25) | st.text(max_size=5)

@@ -62,7 +62,7 @@ class Client:
             raise Unreachable("there is no token: set VALENCE_TOKEN")
         self._token = token
         # the connection of the last request, kept for the next one; one thread at a time has it
-        self._kept: tuple[str, http.client.HTTPConnection] | None = None
+        self._kept: tuple[str, http.client.HTTPConnection, int] | None = None
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -132,8 +132,10 @@ class Client:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse] | None:
         """By the connection of the request before, if the peer has not closed it meanwhile."""
         with self._lock:
-            url, connection = self._kept or ("", None)
+            url, connection, pid = self._kept or ("", None, 0)
             self._kept = None
+        if connection is not None and pid != os.getpid():
+            connection = None  # the parent's, who may be using it
         if connection is None or url != self._urls[0] or _stale(connection):
             if connection is not None:
                 connection.close()
@@ -164,7 +166,8 @@ class Client:
             connection.close()
         else:
             with self._lock:
-                self._kept, connection_before = (self._urls[0], connection), self._kept
+                kept = (self._urls[0], connection, os.getpid())
+                self._kept, connection_before = kept, self._kept
             if connection_before is not None:
                 connection_before[1].close()
         kind = response.headers.get_content_type()
