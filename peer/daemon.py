@@ -268,7 +268,7 @@ class Daemon:
         known: two halves of a cluster that began apart find each other so."""
         delay_s, again_s = 0.1, REGREET_S_MIN
         while True:
-            alone = len(self.members.here()) == 1
+            alone = len(self.members.here()) <= 1
             known = {(m.contact.host, m.contact.port) for m in self.members.all()}
             seeds = await self._seeds()
             if alone:
@@ -302,7 +302,7 @@ class Daemon:
         expected = bool(self._settings.join or self.database.read("select 1 from peers limit 1"))
         somebody = asyncio.Event()
         self.members.listen(lambda old, new: somebody.set())
-        if expected and len(self.members.here()) == 1:
+        if expected and len(self.members.here()) <= 1:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S_MAX):
                     await somebody.wait()
