@@ -56,6 +56,7 @@ REGREET_S_MIN, REGREET_S_MAX = 5.0, 300.0
 REMEMBERED_PEERS = 50
 HELLO_TIMEOUT_S = 1.0
 QUICK_GRACE_S = 0.5
+FAREWELL_S = 2.0
 HOUSEKEEPING_S = 600.0
 SETTLE_S, SETTLE_S_MAX = 0.5, 10.0
 
@@ -351,6 +352,7 @@ class Daemon:
         was_here = old is not None and old.state <= State.SUSPECT
         if new.state >= State.DEAD:
             self.overlay.gone(new.contact.id)
+            self.rpc.gone(new.contact.id)
             if was_here:
                 what = "left" if new.state == State.LEFT else "is dead"
                 log.info("peer %s %s", new.contact.id.hex()[:8], what)
@@ -411,9 +413,8 @@ class Daemon:
         self.home.closed = True
         await self.executor.leave(self._grace_s)
         try:
-            async with asyncio.timeout(3.0):
-                await self.records.hand_on()
-                await self.liveness.leave()
+            async with asyncio.timeout(FAREWELL_S):
+                await asyncio.gather(self.records.hand_on(), self.liveness.leave())
         except TimeoutError:
             log.warning("not everybody heard the goodbye")
 

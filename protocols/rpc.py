@@ -210,6 +210,12 @@ class Rpc:
                 pending.timer.cancel()
             del self._pending[id]
 
+    def gone(self, peer: bytes) -> None:
+        """It has left or is dead: nobody waits for its answers any longer."""
+        for pending in list(self._pending.values()):
+            if pending.to.id == peer and not pending.future.done():
+                pending.future.set_exception(Unreachable("that peer is gone"))
+
     def _repeat(self, id: int) -> None:
         pending = self._pending.get(id)
         if pending is None or pending.future.done():
