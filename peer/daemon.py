@@ -172,6 +172,7 @@ class Daemon:
             blob_arrived=self.home.blob_arrived,
             clock=time.time,
         )
+        self.executor.take_own = self.home.take_own
         self.home.on_given = self.liveness.stir
         self.liveness.watched = self.home.peers_at_work
         self._measure()

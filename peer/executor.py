@@ -110,6 +110,7 @@ class Executor:
         sandbox: Sandbox | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.take_own: Callable[[Outcome], None] = lambda ended: None  # the home part of this peer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
         self._members = members
@@ -345,7 +346,10 @@ class Executor:
 
     def _save(self, held: _Held, ended: Outcome) -> None:
         if held.home == self._rpc.me.id and not self._admission.queued:
-            self._post(held, ended, None)
+            # nothing else is to come soon: straight to the home part, in no message
+            self._held.pop(ended.key, None)
+            self._news.set()
+            self.take_own(ended)
             return
         self._unsaved.append((held, ended))
         if self._saver is None or self._saver.done():

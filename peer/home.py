@@ -442,7 +442,8 @@ class Home:
             now = asyncio.get_running_loop().time()
             self._check_at[peer] = min(self._check_at.get(peer, math.inf), now + CHECK_S)
             self._given.set()
-            self.on_given()
+            if peer != self._rpc.me.id:
+                self.on_given()
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
         created = self._creating.get(run.id)
@@ -544,7 +545,8 @@ class Home:
             runtime_s=self.estimate(one.unit),
             network=spec.network,
         )
-        return CHECKED_WORK.validate_python(work)
+        # what goes to another peer must be what it can read; this one takes it as it is
+        return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
 
     def held_too(self, file: File) -> File:
         """With this peer among the holders, if it is one."""
@@ -589,6 +591,14 @@ class Home:
             strategy.vacancy(sender.id, message.free)
         await self.journal.synced()
         return Reported(kept=tuple(kept), unknown=tuple(unknown))
+
+    def take_own(self, ended: Outcome) -> None:
+        """From this very peer, on the spot: there is nobody to acknowledge it to."""
+        me = self._rpc.me.id
+        self._at[me].pop(ended.key, None)
+        run = self._active.get(ended.key.workflow)
+        if run is not None and ended.key.task in run.tasks:
+            self._take(run, me, [ended])
 
     async def _take_enclosed(self, ended: Outcome) -> None:
         for hash, data in ended.enclosed:

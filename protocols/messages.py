@@ -41,8 +41,14 @@ class Message(BaseModel):
 
     @classmethod
     def of(cls, *fields: Any) -> Self:
-        """Of values that were checked one by one when they were made: not checked again."""
-        return cls.model_construct(**dict(zip(cls.model_fields, fields, strict=False)))
+        """All fields, of values that were checked one by one when they were made: not again."""
+        made = cls.__new__(cls)
+        values = dict(zip(cls.model_fields, fields, strict=True))
+        object.__setattr__(made, "__dict__", values)
+        object.__setattr__(made, "__pydantic_fields_set__", set(values))
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
 
 
 M = TypeVar("M", bound=type[Message])
