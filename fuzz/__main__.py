@@ -102,7 +102,7 @@ def http(seconds: int, home: Path, examples: int) -> dict[str, Any]:
 def _ask_all(url: str, token: str, examples: int, seed: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {token}", "--checks", CHECKS]
-    # one worker: with threads Hypothesis now and then fails at reading its own source (CPython 3.11)
+    # one worker: with threads Hypothesis now and then fails to read its own source (CPython 3.11)
     command += [
         "--workers",
         "1",
