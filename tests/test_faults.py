@@ -227,26 +227,6 @@ def test_a_full_quota_refuses_and_leaves_nothing(own_cluster) -> None:
     assert workflow.read("small") == b"x\n"
 
 
-def test_a_peer_with_another_key_never_appears(own_cluster, tmp_path: Path) -> None:
-    cluster = own_cluster(2)
-    environment = {
-        **cluster.environment,
-        "VALENCE_CLUSTER_KEY": "another-key-another-key",
-        "VALENCE_TOKEN": "t" * 20,
-        "VALENCE_JOIN": cluster.peers()[0]["address"],
-        "VALENCE_DATA": str(tmp_path / "stranger"),
-    }
-    with subprocess.Popen([*VALENCE, "peer", "--quiet"], env=environment) as stranger:
-        try:
-            wait_for(lambda: (tmp_path / "stranger" / "peer.json").exists(), 20)
-            time.sleep(2)
-            assert len(cluster.client(0).peers()) == 2
-            assert len(cluster.client(1).peers()) == 2
-        finally:
-            stranger.send_signal(signal.SIGINT)
-            stranger.wait(20)
-
-
 @pytest.mark.parametrize("index", range(2))
 def test_a_cluster_comes_back_with_all_it_knew(own_cluster, index: int) -> None:
     cluster = own_cluster(3)
