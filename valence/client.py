@@ -11,7 +11,6 @@ import hashlib
 import http.client
 import json
 import os
-import select
 import threading
 import time
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from . import local
+from .connection import Connection, Response
 
 TIMEOUT_S = 60.0
 WAIT_S = 10.0
 CHUNK_BYTES = 1 << 20
-PACKET_BYTES_MAX = 1 << 16
 FINAL = ("succeeded", "failed", "cancelled")
 
 
@@ -62,7 +61,7 @@ class Client:
             raise Unreachable("there is no token: set VALENCE_TOKEN")
         self._token = token
         # the connection of the last request, kept for the next one; one thread at a time has it
-        self._kept: tuple[str, http.client.HTTPConnection, int] | None = None
+        self._kept: tuple[str, Connection, int] | None = None
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -90,13 +89,13 @@ class Client:
         body: Any = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[Connection, Response]:
         reasons = []
         for url in list(self._urls):
             parts = urlsplit(url)
-            secure = parts.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else _Connection
-            connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+            connection = Connection(
+                parts.hostname or "", parts.port, parts.scheme == "https", timeout_s
+            )
             try:
                 response = self._send(connection, url, method, path, body, headers)
             except (OSError, http.client.HTTPException) as error:
@@ -114,29 +113,28 @@ class Client:
 
     def _send(
         self,
-        connection: http.client.HTTPConnection,
+        connection: Connection,
         url: str,
         method: str,
         path: str,
         body: Any,
         headers: dict[str, str] | None,
-    ) -> http.client.HTTPResponse:
+    ) -> Response:
         if hasattr(body, "seek"):
             body.seek(0)
         every = {"Authorization": f"Bearer {self._token}", **(headers or {})}
-        connection.request(method, urlsplit(url).path.rstrip("/") + path, body, every)
-        return connection.getresponse()
+        return connection.request(method, path, body, every, urlsplit(url).path.rstrip("/"))
 
     def _again(
         self, method: str, path: str, body: Any, headers: dict[str, str] | None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse] | None:
+    ) -> tuple[Connection, Response] | None:
         """By the connection of the request before, if the peer has not closed it meanwhile."""
         with self._lock:
             url, connection, pid = self._kept or ("", None, 0)
             self._kept = None
         if connection is not None and pid != os.getpid():
             connection = None  # the parent's, who may be using it
-        if connection is None or url != self._urls[0] or _stale(connection):
+        if connection is None or url != self._urls[0] or connection.stale:
             if connection is not None:
                 connection.close()
             return None
@@ -170,7 +168,7 @@ class Client:
                 self._kept, connection_before = kept, self._kept
             if connection_before is not None:
                 connection_before[1].close()
-        kind = response.headers.get_content_type()
+        kind = response.fields.media_type
         if response.status >= 400:
             found_problem = json.loads(data) if kind.endswith("json") else {}
             raise Problem(response.status, found_problem or {"title": response.reason})
@@ -249,28 +247,6 @@ class Client:
             size = str(path.stat().st_size)
             self.request("PUT", f"/v1/blobs/{hash}", file, {"Content-Length": size})
         return hash
-
-
-class _Connection(http.client.HTTPConnection):
-    """Head and short body of a request in one packet: the peer wakes up once for it."""
-
-    _held = b""
-
-    def send(self, data: Any) -> None:
-        if isinstance(data, bytes) and len(data) + len(self._held) <= PACKET_BYTES_MAX:
-            self._held += data
-            return
-        self._flush()
-        super().send(data)
-
-    def _flush(self) -> None:
-        held, self._held = self._held, b""
-        if held:
-            super().send(held)
-
-    def getresponse(self) -> http.client.HTTPResponse:
-        self._flush()
-        return super().getresponse()
 
 
 class Workflow:
@@ -352,7 +328,7 @@ class Workflow:
                     digest.update(chunk)
                     file.write(chunk)
                     size += len(chunk)
-            expected = (response.headers.get("ETag") or "").strip('"')
+            expected = response.fields.value("etag").strip('"')
             if expected and digest.hexdigest() != expected:
                 raise Unreachable(f"{name} came incomplete or changed; try again")
             part.replace(target)
@@ -410,7 +386,7 @@ class Workflow:
             failures = 0
 
 
-def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _stream(response: Response) -> Iterator[dict[str, Any]]:
     data: list[str] = []
     for raw in response:
         line = raw.decode().rstrip("\n")
@@ -421,16 +397,7 @@ def _stream(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             data = []
 
 
-def _stale(connection: http.client.HTTPConnection) -> bool:
-    """It was closed by the other side, or says something nobody asked for."""
-    if connection.sock is None:
-        return True
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-    return bool(poll.poll(0))
-
-
-def _document(response: http.client.HTTPResponse) -> dict[str, Any]:
+def _document(response: Response) -> dict[str, Any]:
     try:
         found = json.loads(response.read())
     except (ValueError, OSError, http.client.HTTPException):
