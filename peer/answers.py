@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 from pydantic import BaseModel
 
+from protocols.keeping.keeping import Deposed
 from protocols.messages import (
     Answer,
     Ask,
@@ -35,6 +36,10 @@ VALUES_PER_PAGE = 20_000
 VALUES_BYTES_MAX = 2 * 2**20
 SMALL_VALUES_MAX = 100
 SMALL_VALUES_BYTES_MAX = 16 * 1024
+
+
+#: to another peer: this one is not its home
+MOVED = 421
 
 
 class Problem(Exception):
@@ -85,6 +90,9 @@ class Answers:
         found = self._questions[question](run, arguments)
         if not isinstance(found, BaseModel | bytes):
             found = await found
+        # the end is told when it counts, and by who may tell it
+        if run.over and question != "events" and not await self._home.stands(run):
+            raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
         return found if isinstance(found, bytes) else found.model_dump_json().encode()
 
     async def _asked(self, sender: Contact, message: Ask) -> Answer:
@@ -95,11 +103,17 @@ class Answers:
             body = await self.answer(message.workflow, message.question, arguments, message.owner)
         except Problem as problem:
             detail = json.dumps({"detail": problem.detail}).encode()
-            return Answer(status=problem.status, body=detail)
+            gone = problem.status in (404, 503) and not self.knows(message.workflow)
+            return Answer(status=MOVED if gone else problem.status, body=detail)
         return Answer(status=200, body=body)
 
     def _find_home(self, sender: Contact, message: FindHome) -> FoundHome:
-        return FoundHome(here=self.knows(message.workflow))
+        keeping = self._home.journal.keeping
+        id = message.workflow
+        here = self.knows(id)
+        home = b"" if here else keeping.follows(id) or b""
+        replica = keeping.replicas.get(id)
+        return FoundHome(here=here, epoch=replica.promised if replica else 0, home=home)
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)
@@ -118,7 +132,13 @@ class Answers:
         rows = self._home.journal.rows(
             f"{where} order by submitted_at desc, id desc limit ?", (*values, limit)
         )
-        return [api.WorkflowRow.model_validate({**row, "home": self._me}) for row in rows]
+        keeping = self._home.journal.keeping
+        return [
+            api.WorkflowRow.model_validate(
+                {**row, "home": self._me if keeping.is_home(row["id"]) else None}
+            )
+            for row in rows
+        ]
 
     # ----------------------------------------------------------------- questions
 
@@ -151,6 +171,7 @@ class Answers:
             deadline_at=deadline,
             late=deadline is not None and end > deadline,
             home=self._me,
+            keepers=_hex(self._home.keepers(run)),
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
             values=self._small_values(run),
@@ -303,7 +324,7 @@ class Answers:
             changed = self._home.journal.changed(run.id)
             found: list[dict[str, Any]] = []
             over = False
-            for entry, at, kind, body in self._home.journal.read(run.id, seq - 1, 200):
+            for entry, _, at, kind, body in self._home.journal.read(run.id, seq - 1, 200):
                 for event in events.of_entry(entry, at, kind, body):
                     if entry > seq or int(event["id"].partition(".")[2]) > index:
                         found.append(event)
@@ -312,6 +333,8 @@ class Answers:
                 if len(found) >= EVENTS_PER_PAGE_MAX:
                     break
                 over = kind == "ended"
+            if not self._home.knows(run.id):
+                raise Problem(503, f"workflow {run.id} is changing its home; go on in a moment")
             if found or over:
                 return api.EventPage(events=found, over=over)
             try:
@@ -323,9 +346,11 @@ class Answers:
     async def _cancel(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
         if run.over and run.state != "cancelled":
             raise Problem(409, f"workflow {run.id} has {run.state} already")
-        done = await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
-        assert done is not None
-        return self._view(done)
+        try:
+            await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
+        except Deposed:
+            raise Problem(503, "it is changing its home; cancel it again in a moment") from None
+        return self._view(run)
 
     def _file_view(self, run: Run, name: str) -> api.FileView:
         file = run.file(name)

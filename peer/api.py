@@ -79,6 +79,7 @@ class WorkflowView(BaseModel):
     deadline_at: float | None = None
     late: bool = False
     home: str
+    keepers: list[str] = []
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
     values: dict[str, Any] = Field(
@@ -100,7 +101,7 @@ class WorkflowRow(BaseModel):
     submitted_at: float
     ended_at: float | None
     tasks: int
-    home: str
+    home: str | None = None  # None: the peer asked is a keeper of it only
 
 
 class WorkflowPage(BaseModel):

@@ -484,6 +484,11 @@ def too_long(work: Work) -> str:
 def outcome(work: Work, found: dict[str, Any], times: tuple[float, float, float]) -> Outcome:
     queued_at, started_at, ended_at = times
     made = Outcome(
-        key=work.key, queued_at=queued_at, started_at=started_at, ended_at=ended_at, **found
+        key=work.key,
+        queued_at=queued_at,
+        started_at=started_at,
+        ended_at=ended_at,
+        epoch=work.epoch,
+        **found,
     )
     return CHECKED_OUTCOME.validate_python(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
@@ -20,6 +21,9 @@ import msgpack
 
 from protocols.admission import Admission
 from protocols.config import PRESETS
+from protocols.keeping.election import Elections
+from protocols.keeping.keeping import Keeping
+from protocols.keeping.tending import Tending
 from protocols.liveness import Liveness
 from protocols.members import Members, State
 from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
@@ -38,6 +42,7 @@ from .http import Http
 from .identity import Identity, tls_contexts, write_private
 from .journal import Journal
 from .link import NOBODY, Link
+from .locate import Locate
 from .metrics import Metrics
 from .nursery import adopt_orphans
 from .processes import Processes
@@ -45,6 +50,7 @@ from .routes import VERSION
 from .sandbox import Sandbox
 from .seal import Seal
 from .settings import Settings
+from .shelf import Shelf
 from .tokens import Tokens
 from .transfer import Transfer
 
@@ -69,7 +75,11 @@ class Daemon:
     def __init__(self, settings: Settings, nursery: socket.socket) -> None:
         self._settings = settings
         self._nursery = nursery
-        self._config = PRESETS[settings.preset]
+        self._config = dataclasses.replace(
+            PRESETS[settings.preset],
+            keepers=settings.keepers,
+            majority_lost_s=settings.majority_lost,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._side: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -146,7 +156,9 @@ class Daemon:
             lease_ttl_s=config.lease_ttl_s,
             sandbox=sandbox,
         )
-        self.journal = Journal(self.database, time.time)
+        shelf = Shelf(self.database, time.time)
+        self.keeping = Keeping(self.rpc, self.members, shelf, time.time, rng, config)
+        self.journal = Journal(self.database, shelf, self.keeping)
         self.home = Home(
             rpc=self.rpc,
             members=self.members,
@@ -159,8 +171,12 @@ class Daemon:
         )
         probe = Probe(self.rpc, self.members, rng, config, self.home.placed, self.home.estimate)
         self.home.use(probe)
+        self.elections = Elections(self.keeping, self.home.take_up)
+        tending = Tending(self.keeping)
         answers = Answers(self.home, self.rpc, time.time)
-        gateway = Gateway(self.rpc, self.members, self.records, self.home, answers)
+        locate = Locate(self.rpc, self.members, self.records, self.journal)
+        reason = self.elections.reason
+        gateway = Gateway(self.rpc, self.members, self.home, answers, locate, rng, reason)
         self.http = Http(
             gateway=gateway,
             blobs=self.blobs,
@@ -174,13 +190,16 @@ class Daemon:
         )
         self.executor.take_own = self.home.take_own
         self.home.on_given = self.liveness.stir
-        self.liveness.watched = self.home.peers_at_work
+        self.executor.find_home = locate.home
+        self.keeping.on_deposed = self.home.deposed
+        self.keeping.on_doubt = self.liveness.suspect
+        self.liveness.watched = self._watched
         self._measure()
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
         self.members.listen(self._member_changed)
-        self.home.load()
+        self.keeping.load()
         self.executor.load()
         self.link.receive = self.rpc.received
 
@@ -192,6 +211,8 @@ class Daemon:
             ("records", self.records.run()),
             ("probe", probe.run()),
             ("home", self.home.watch()),
+            ("elections", self.elections.run()),
+            ("tending", tending.run()),
             ("join", self._join()),
             ("settle", self._settle()),
             ("housekeeping", self._housekeep()),
@@ -308,9 +329,14 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S_MAX):
                     await somebody.wait()
-        if expected and self.home.active():
+        if expected and self.keeping.replicas:
             await asyncio.sleep(SETTLE_S)  # the first answer brings the list of all others
         self.home.settle()
+        self.elections.start()
+
+    def _watched(self) -> set[bytes]:
+        """Peers whose death would be this one's business: at work for it, keeping with it."""
+        return {*self.home.peers_at_work(), *self.keeping.company()}
 
     async def _seeds(self) -> list[tuple[str, int]]:
         loop = asyncio.get_running_loop()
@@ -371,7 +397,8 @@ class Daemon:
             await asyncio.sleep(HOUSEKEEPING_S * (0.75 + 0.5 * self._rng.random()))
             before = time.time() - self._settings.retention
             try:
-                forgotten = await self.journal.forget(before)
+                tombstones = time.time() - self._config.tombstone_s
+                forgotten = await self.journal.forget(before, tombstones)
                 dropped = self.blobs.drop_older_than(before)
             except (DatabaseError, OSError) as error:
                 log.error("housekeeping: %s", error)
@@ -410,7 +437,9 @@ class Daemon:
     async def leave(self) -> None:
         """Stop accepting, finish or hand back, say goodbye."""
         active = len(self.home.active())
-        log.info("leaving%s", f"; {active} workflows go on when this peer is back" * bool(active))
+        alone = len(self.members.here()) == 1
+        where = "when this peer is back" if alone else "at their other keepers"
+        log.info("leaving%s", f"; {active} workflows go on {where}" * bool(active))
         self.home.closed = True
         await self.executor.leave(self._grace_s)
         try:
@@ -427,6 +456,7 @@ class Daemon:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.executor.close()
         await self.home.close()
+        await self.keeping.close()
         await self.transfer.close()
         await self.liveness.close()
         await self.rpc.close()
@@ -458,9 +488,9 @@ class Daemon:
             lambda: {
                 "syncs": self.database.syncs,
                 "writes": self.database.writes,
-                "entries": self.journal.entries,
             },
         )
+        add("keeping", "Journals, as home and as keeper", lambda: dict(self.keeping.counts))
         add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(

@@ -26,17 +26,21 @@ BATCH_MAX = 512
 PATIENCE_S = 0.005
 QUICK_S = 0.001  # what a transaction may take, on average, to be waited for on the spot
 
+SCHEMA_VERSION = 2
+
 _SCHEMA = """
 create table if not exists meta (key text primary key, value) without rowid;
 create table if not exists workflows (
     id text primary key, name text not null, owner text not null, state text not null,
-    submitted_at real not null, ended_at real, tasks integer not null,
-    idempotency text, document blob not null, options text not null
+    submitted_at real not null, ended_at real, tasks integer not null
 ) without rowid;
 create index if not exists workflows_by_time on workflows (submitted_at desc, id);
 create table if not exists entries (
-    workflow text not null, seq integer not null, at real not null, kind text not null,
-    body blob not null, primary key (workflow, seq)
+    workflow text not null, seq integer not null, epoch integer not null, at real not null,
+    kind text not null, body blob not null, primary key (workflow, seq)
+) without rowid;
+create table if not exists copies (
+    workflow text primary key, promised integer not null, here integer not null, at real not null
 ) without rowid;
 create table if not exists outbox (
     id integer primary key, home blob not null, at real not null, body blob not null
@@ -47,6 +51,19 @@ create table if not exists peers (id blob primary key, member blob not null) wit
 
 class DatabaseError(Exception):
     """It could not be written: the disk is full or broken."""
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """The tables; an older version's database is left alone."""
+    (version,) = connection.execute("pragma user_version").fetchone()
+    (tables,) = connection.execute("select count(*) from sqlite_master").fetchone()
+    if tables and version != SCHEMA_VERSION:
+        raise DatabaseError(
+            "the data directory is of another version of Valence: "
+            "start this one with a directory of its own (--data)"
+        )
+    connection.executescript(_SCHEMA)
+    connection.execute(f"pragma user_version={SCHEMA_VERSION}")
 
 
 class Database:
@@ -63,7 +80,7 @@ class Database:
         self._patient: list[tuple[list[Statement], asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._reader = self._connect()
-        self._reader.executescript(_SCHEMA)
+        prepare(self._reader)
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # one transaction at a time, whoever commits it
         self._writer = self._connect()

@@ -20,7 +20,7 @@ def _events(kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if kind == "submitted":
         yield {"type": "workflow", "state": "running", "tasks": body["tasks"]}
     elif kind == "staged":
-        yield {"type": "inputs", "staged": [name for name, _, _ in body["files"]]}
+        yield {"type": "inputs", "staged": [name for name, *_ in body["files"]]}
         for name, reason in body.get("failed", ()):
             yield {"type": "inputs", "failed": name, "reason": reason}
     elif kind == "started":
@@ -46,6 +46,12 @@ def _events(kind: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     elif kind == "reopened":
         for task, reason in body["tasks"]:
             yield _task(task, "waiting", 0, reason=reason)
+    elif kind == "unstaged":
+        for name, reason in body["files"]:
+            yield {"type": "inputs", "again": name, "reason": reason}
+    elif kind in ("home", "forced"):
+        more = {"forced": True} if kind == "forced" else {}
+        yield {"type": "home", "peer": body["home"].hex(), "reason": body["why"], **more}
     elif kind == "cancelled":
         yield {"type": "workflow", "state": "cancelling", "reason": body["reason"]}
     elif kind == "ended":

@@ -7,6 +7,8 @@ Rules:
   peer goes straight to its home part: the journal is the same disk, and falls with this process.)
 - A key that is already here is never started again; after a restart nothing runs, so `Inquire`
   answers `unknown`, and the home places the attempt elsewhere.
+- Of two homes of a workflow the one with the higher epoch holds: what a lower one says is refused,
+  and all that is here for the workflow goes to the higher one as soon as it is heard of.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 import logging
 import os
 import sqlite3
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ from protocols.messages import (
     Done,
     Inquire,
     Inquired,
+    Needs,
     Offers,
     Outcome,
     Report,
@@ -67,6 +70,16 @@ REPORT_RETRY_S_MIN, REPORT_RETRY_S_MAX = 0.2, 5.0
 GATHER_S = 0.01
 GATHER_MAX = 100
 DELETE_S = 1.0
+EPOCHS_MAX = 10_000
+#: what nobody has known anything of for so long is not reported any more
+UNKNOWN_S_MAX = 600.0
+
+
+FindHome = Callable[[str], Awaitable[bytes | None]]
+
+
+async def _nobody(workflow: str) -> bytes | None:
+    return None
 
 
 @dataclass(slots=True)
@@ -110,7 +123,8 @@ class Executor:
         sandbox: Sandbox | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.take_own: Callable[[Outcome], None] = lambda ended: None  # the home part of this peer
+        self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
+        self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
         self._members = members
@@ -128,6 +142,9 @@ class Executor:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._held: dict[AttemptKey, _Held] = {}
         self._outbox: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
+        self._epochs: OrderedDict[str, int] = OrderedDict()  # of each workflow's home, as heard
+        self._looked_for: set[str] = set()
+        self._sought: dict[str, float] = {}  # workflows that nobody is known to be home of, since
         self._unsaved: list[tuple[_Held, Outcome]] = []
         self._settled: list[int] = []  # rows to delete: there is no hurry
         self._next_row = 1
@@ -176,6 +193,9 @@ class Executor:
         refused = []
         for work in message.works:
             key = work.key
+            if not self._heed(sender.id, key.workflow, work.epoch):
+                refused.append((key, "another peer is its workflow's home by now"))
+                continue
             if key in self._held or key in self._outbox.get(sender.id, ()):
                 continue  # a repeat: it is being seen to
             verdict = self._admission.commit(sender.id, work.lease, key, now)
@@ -188,6 +208,40 @@ class Executor:
         self.counts["works"] += len(message.works)
         self._advance()  # room may have come free between the lease and this
         return Committed(refused=tuple(refused))
+
+    def _heed(self, home: bytes, workflow: str, epoch: int) -> bool:
+        """Is this its home? If it is a new one, all that is here of the workflow is for it."""
+        known = self._epochs.get(workflow, 0)
+        if epoch < known:
+            self.counts["fenced"] += 1
+            return False
+        if epoch > known:
+            self._epochs[workflow] = epoch
+            self._epochs.move_to_end(workflow)
+            if len(self._epochs) > EPOCHS_MAX:
+                self._epochs.popitem(last=False)
+            if known:
+                self._rehome(workflow, home)
+        return True
+
+    def _rehome(self, workflow: str, home: bytes) -> None:
+        self._sought.pop(workflow, None)
+        for held in self._held.values():
+            if held.work.key.workflow == workflow:
+                held.home = home
+        for old, box in list(self._outbox.items()):
+            if old == home:
+                continue
+            for key in [key for key in box if key.workflow == workflow]:
+                ended, row = box.pop(key)
+                if row is None and home != self._rpc.me.id:
+                    # it was for this very peer, and is on no disk yet
+                    self._unsaved.append((_settled(ended, home), ended))
+                    self._wake_saver()
+                else:
+                    self._outbox.setdefault(home, {})[key] = ended, row
+        if self._outbox.get(home):
+            self._wake_reporter(home)
 
     def _advance(self) -> None:
         """Capacity came free: begin what waits, and tell who was refused."""
@@ -347,11 +401,14 @@ class Executor:
     def _save(self, held: _Held, ended: Outcome) -> None:
         if held.home == self._rpc.me.id and not self._admission.queued:
             # nothing else is to come soon: straight to the home part, in no message
-            self._held.pop(ended.key, None)
             self._news.set()
-            self.take_own(ended)
-            return
+            if self.take_own(ended):
+                self._held.pop(ended.key, None)
+                return
         self._unsaved.append((held, ended))
+        self._wake_saver()
+
+    def _wake_saver(self) -> None:
         if self._saver is None or self._saver.done():
             self._saver = asyncio.ensure_future(self._save_all())
 
@@ -440,8 +497,9 @@ class Executor:
                     break
             contact = self._members.contact(home)
             try:
-                if contact is None:
-                    raise CallFailed("its home is not known")
+                if contact is None or not self._members.is_here(home):
+                    self._spawn(self._look_for({key.workflow for key in batch}))
+                    raise CallFailed("its home is not here")
                 message = Report.of(tuple(batch.values()), self._admission.free)
                 answer = await self._rpc.call(contact, message, Reported, 15.0)
             except CallFailed as error:
@@ -450,7 +508,8 @@ class Executor:
                 await asyncio.sleep(delay_s)
                 delay_s = min(REPORT_RETRY_S_MAX, delay_s * 2)
                 continue
-            settled = [k for k in (*answer.kept, *answer.unknown) if k in batch]
+            settled = [k for k in answer.kept if k in batch]
+            settled += self._seek(batch, answer)
             if not settled:
                 await asyncio.sleep(delay_s)
                 delay_s = min(REPORT_RETRY_S_MAX, delay_s * 2)
@@ -469,6 +528,32 @@ class Executor:
         # no await between the last look into the box and this: a newcomer starts a new reporter
         del self._outbox[home], self._reporters[home]
 
+    def _seek(self, batch: dict[AttemptKey, Outcome], answer: Reported) -> list[AttemptKey]:
+        """Those whose home is elsewhere go there; those that nobody knows of for long are over."""
+        moved = {workflow: home for workflow, home in answer.moved if any(home)}
+        for workflow, home in moved.items():
+            if home != self._rpc.me.id or not self._epochs.get(workflow):
+                self._rehome(workflow, home)
+        lost = {key.workflow for key in answer.unknown} | {
+            w for w, home in answer.moved if not home
+        }
+        if lost:
+            self._spawn(self._look_for(lost))
+        limit = self._now() - UNKNOWN_S_MAX
+        old = {w for w, since in self._sought.items() if since < limit}
+        return [key for key in answer.unknown if key.workflow in old and key in batch]
+
+    async def _look_for(self, workflows: set[str]) -> None:
+        for workflow in workflows - self._looked_for:
+            self._looked_for.add(workflow)
+            self._sought.setdefault(workflow, self._now())
+            try:
+                home = await self.find_home(workflow)
+            finally:
+                self._looked_for.discard(workflow)
+            if home is not None:
+                self._rehome(workflow, home)
+
     def _sweep(self) -> None:
         self._sweep_timer = None
         if self._settled:  # else a write has taken them along
@@ -482,9 +567,10 @@ class Executor:
     # ----------------------------------------------------------------- answering
 
     def _abort(self, sender: Contact, message: Abort) -> Done:
+        epochs = dict(message.epochs)
         for key in message.keys:
             held = self._held.get(key)
-            if held is None or held.home != sender.id:
+            if held is None or not self._heed(sender.id, key.workflow, epochs.get(key.workflow, 0)):
                 continue
             if held.state == "running":
                 self._end(held)
@@ -507,6 +593,9 @@ class Executor:
             self._aborted(held)
 
     def _inquire(self, sender: Contact, message: Inquire) -> Inquired:
+        for workflow, epoch in message.epochs:
+            self._heed(sender.id, workflow, epoch)
+
         def state(key: AttemptKey) -> str:
             held = self._held.get(key)
             if held is not None:
@@ -582,6 +671,12 @@ class Executor:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _settled(ended: Outcome, home: bytes) -> _Held:
+    """An outcome on its way from one home to another."""
+    needs = Needs()
+    return _Held(Work(ended.key, 0, needs, epoch=ended.epoch), home, 0.0, "reporting")
 
 
 def _size_bytes(ended: Outcome) -> int:

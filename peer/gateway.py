@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import json
 import logging
+import random
 import sqlite3
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 from pydantic import ValidationError
 
+from protocols.keeping.place import new_id
 from protocols.members import Members, State
 from protocols.messages import (
     Answer,
@@ -20,28 +22,25 @@ from protocols.messages import (
     Capacity,
     Describe,
     Described,
-    FindHome,
-    FoundHome,
     ListedWorkflows,
     ListWorkflows,
     Member,
 )
-from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
 from workflow.problems import DocumentError
 
 from . import api
-from .answers import Answers, Problem
+from .answers import MOVED, Answers, Problem
 from .database import DatabaseError
 from .home import Home
-from .work import new_id, read_document
+from .locate import Locate
+from .work import read_document
 
 log = logging.getLogger("valence.gateway")
 
-HOMES_REMEMBERED = 10_000
+MOVING_S_MAX = 12.0
 ASK_TIMEOUT_S = 5.0
 EVENTS_TIMEOUT_S = 25.0  # they are waited for
-FAN_OUT = 64
 #: a document so short is read at once: a thread would take longer to begin. (A `foreach` over a
 #: large count is short too, and is why this is no more.)
 INLINE_BYTES_MAX = 4096
@@ -52,16 +51,19 @@ class Gateway:
         self,
         rpc: Rpc,
         members: Members,
-        records: Records,
         home: Home,
         answers: Answers,
+        locate: Locate,
+        rng: random.Random,
+        why_vacant: Callable[[str], str],
     ) -> None:
         self._rpc = rpc
         self._members = members
-        self._records = records
+        self._locate = locate
+        self._rng = rng
+        self._why_vacant = why_vacant
         self._home = home
         self._answers = answers
-        self._homes: OrderedDict[str, bytes] = OrderedDict()
 
     # ----------------------------------------------------------------- one workflow
 
@@ -69,66 +71,48 @@ class Gateway:
         return json.loads(await self.ask_raw(owner, id, question, **arguments))
 
     async def ask_raw(self, owner: str, id: str, question: str, **arguments: Any) -> bytes:
-        """The home's answer, JSON, wherever it is; or `Problem`. An empty owner sees all."""
+        """The home's answer, JSON, wherever it is; or `Problem`. An empty owner sees all.
+
+        While a workflow changes its home, it is asked again for a while: all questions can be."""
+        deadline = asyncio.get_running_loop().time() + MOVING_S_MAX
+        delay_s = 0.1
+        while True:
+            try:
+                return await self._ask_once(owner, id, question, arguments)
+            except Problem as problem:
+                if problem.status != 503 or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(delay_s)
+            delay_s = min(1.0, delay_s * 1.5)
+
+    async def _ask_once(
+        self, owner: str, id: str, question: str, arguments: dict[str, Any]
+    ) -> bytes:
         if self._answers.knows(id):
             return await self._answers.answer(id, question, arguments, owner)
-        home = await self._find(id)
+        home = await self._locate.home(id)
         if home is None:
+            if self._home.journal.keeping.follows(id) is not None:
+                raise Problem(503, f"workflow {id} has no home: {self._why_vacant(id)}")
             raise Problem(404, f"there is no workflow {id}")
         member = self._members.get(home)
         if member is None or member.state >= State.DEAD:
-            raise Problem(
-                503,
-                f"workflow {id} is enacted by peer {home.hex()[:8]}, which is down; "
-                "it goes on when that peer is back",
-            )
+            self._locate.forget(id, home)
+            raise Problem(503, f"the home of workflow {id}, peer {home.hex()[:8]}, is down")
         packed = msgpack.packb(arguments)
         message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
         try:
             limit_s = EVENTS_TIMEOUT_S if "wait_s" in arguments else ASK_TIMEOUT_S
             answer = await self._rpc.call(member.contact, message, Answer, limit_s)
         except CallFailed as error:
-            self._homes.pop(id, None)
+            self._locate.forget(id, home)
             raise Problem(503, f"the home of workflow {id} does not answer: {error}") from None
+        if answer.status == MOVED:
+            self._locate.forget(id, home)
+            raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
         if answer.status != 200:
             raise Problem(answer.status, json.loads(answer.body)["detail"])
         return answer.body
-
-    async def _find(self, id: str) -> bytes | None:
-        known = self._homes.get(id)
-        if known is not None:
-            return known
-        records = await self._records.fetch(key_of("home", id))
-        records.sort(key=lambda r: (self._members.is_here(r.owner), r.version), reverse=True)
-        home = records[0].owner if records else await self._ask_all(id)
-        if home is not None:
-            self._homes[id] = home
-            if len(self._homes) > HOMES_REMEMBERED:
-                self._homes.popitem(last=False)
-        return home
-
-    async def _ask_all(self, id: str) -> bytes | None:
-        """No record of it: before saying that there is none, ask everybody."""
-        members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
-        answers = await self._everyone(members, FindHome(workflow=id), FoundHome)
-        found: list[bytes] = [
-            member.contact.id
-            for member, answer in answers
-            if isinstance(answer, FoundHome) and answer.here
-        ]
-        return found[0] if found else None
-
-    async def _everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
-        slots = asyncio.Semaphore(FAN_OUT)
-
-        async def one(member: Member) -> tuple[Member, Any]:
-            async with slots:
-                try:
-                    return member, await self._rpc.call(member.contact, message, kind, 2.0)
-                except CallFailed:
-                    return member, None
-
-        return list(await asyncio.gather(*map(one, members)))
 
     # ----------------------------------------------------------------- submitting
 
@@ -150,7 +134,7 @@ class Gateway:
             first = str(error.problems[0])
             detail = first if count == 1 else f"{count} problems; the first is {first}"
             raise Problem(422, detail, errors) from None
-        id = new_id()
+        id = new_id(self._rpc.me.id, self._rng)
         key = options.get("idempotency")
         if key is not None:
             # the id follows from the key, so that every peer finds the first submission
@@ -194,13 +178,14 @@ class Gateway:
         others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         message = ListWorkflows(before=before, limit=limit, state=state, owner=owner)
         unanswered = [m.contact.id.hex() for m in self._members.all() if m.state == State.DEAD]
-        for member, answer in await self._everyone(others, message, ListedWorkflows):
+        for member, answer in await self._locate.everyone(others, message, ListedWorkflows):
             if answer is None:
                 unanswered.append(member.contact.id.hex())
             else:
                 rows.extend(api.WorkflowRow.model_validate_json(row) for row in answer.rows)
+        rows = _one_each(rows)
         rows.sort(key=lambda row: (row.submitted_at, row.id), reverse=True)
-        full = len(rows) > limit or (len(rows) == limit and limit > 0)
+        full = len(rows) >= limit
         rows = rows[:limit]
         last = f"{rows[-1].submitted_at!r},{rows[-1].id}" if full and rows else None
         return api.WorkflowPage(workflows=rows, next=last, unanswered=unanswered)
@@ -210,7 +195,7 @@ class Gateway:
         here = [m for m in members if m.state <= State.SUSPECT]
         described = {
             member.contact.id: answer
-            for member, answer in await self._everyone(here, Describe(), Described)
+            for member, answer in await self._locate.everyone(here, Describe(), Described)
         }
         mine = self._rpc.me.id
         views = [self._peer(m, described.get(m.contact.id), m.contact.id == mine) for m in members]
@@ -239,6 +224,17 @@ class Gateway:
             pid=found.pid if found and contact.host.startswith("127.") else None,
             me=me,
         )
+
+
+def _one_each(rows: list[api.WorkflowRow]) -> list[api.WorkflowRow]:
+    """Of a workflow's keepers the one that knows most of it: its end, else its home."""
+    best: dict[str, api.WorkflowRow] = {}
+    for row in rows:
+        before = best.get(row.id)
+        rank = (row.ended_at is not None, row.home is not None)
+        if before is None or rank > (before.ended_at is not None, before.home is not None):
+            best[row.id] = row
+    return list(best.values())
 
 
 def _amounts(capacity: Capacity) -> api.Amounts:

@@ -26,6 +26,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from protocols.keeping.keeping import Deposed
+from protocols.keeping.replica import shown
 from protocols.members import Members, State
 from protocols.messages import (
     CHECKED_WORK,
@@ -75,6 +77,10 @@ RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 CHECK_S = 5.0
 RUNTIME_S_MAX = 1e8
 CHECK_TICK_S = 1.0
+CREATE_S_MAX = 10.0
+COUNT_S_MAX = 10.0
+KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
+WON = "succeeded"
 
 
 class Home:
@@ -95,6 +101,7 @@ class Home:
         self.closed = False  # this peer is leaving
         self.on_given: Callable[[], None] = lambda: None  # work went to a peer that had none
         self._given = asyncio.Event()
+        self._doubted = asyncio.Event()  # somebody is to be asked now
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -114,7 +121,7 @@ class Home:
         self._settled = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: dict[str, asyncio.Event] = {}
-        self._creating: dict[str, asyncio.Future[None]] = {}  # not on disk yet
+        self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
         self._unpublished: set[str] = set()
         self._published_at = 0.0
         rpc.on(Report, self._report)
@@ -152,78 +159,86 @@ class Home:
             raise Refused("leaving", "this peer is leaving; submit to another one")
         if len(self._active) >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
-        now = self._clock()
-        count = len(workflow.tasks)
-        key = options.get("idempotency")
-        row = (
-            id,
-            workflow.name,
-            owner,
-            "running",
-            now,
-            None,
-            count,
-            key,
-            text,
-            json.dumps(options),
-        )
-        if key is not None and self.knows(id):
+        if self.knows(id):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
-        at, written = self.journal.create(row, {"tasks": count}, patient)
-        run = Run(id, workflow, now, self._rpc.me.id, owner)
-        run.apply("submitted", {}, at)
-        # While it is being written, peers are found for it. None but this one is told before it is
-        # on disk: should that fail, nobody else has heard of it, and what began here is ended.
+        about = {
+            "name": workflow.name,
+            "owner": owner,
+            "tasks": len(workflow.tasks),
+            "options": json.dumps(options),
+        }
+        at, written = self.journal.create(id, about, text, patient)
+        run = Run(id, workflow, at, self._rpc.me.id, owner)
+        run.apply("submitted", {}, at, self.journal.keeping.epoch(id))
+        # While it is being written, peers are found for it. None but this one is told before it
+        # counts: should that fail, nobody else has heard of it, and what began here is ended.
         self._active[id] = run
-        self._creating[id] = written
+        self._creating[id] = created = asyncio.get_running_loop().create_future()
         try:
             self._begin(run)
             await asyncio.shield(written)
+            async with asyncio.timeout(CREATE_S_MAX):
+                await self.journal.kept(id)
         except (DatabaseError, sqlite3.Error):
             self._undo(run)
             raise
+        except (TimeoutError, Deposed) as error:
+            # some keeper may have it: should it ever count, it is over at once
+            if isinstance(error, TimeoutError) and self._active.get(id) is run:
+                self._cancel(run, "its submission could not be acknowledged")
+            raise Refused("keepers", f"{KEEPERS_SILENT}; submit it again") from None
         finally:
             self._creating.pop(id, None)
+            created.set_result(None)
         self.counts["submitted"] += 1
         return run
 
     def _undo(self, run: Run) -> None:
         """It could not be written, and never was."""
         run.ended_at = run.submitted_at
-        self._active.pop(run.id, None)
-        if self._ended.pop(run.id, None) is not None:  # it was that quick
-            self._ended_tasks -= len(run.tasks)
-        _, staging = self._stages.pop(run.id, (None, None))
-        if staging is not None:
-            staging.cancel()
-        self.strategy(run).withdraw(_key(run, t.id, t.number + 1) for t in run.tasks.values())
+        self._forget(run)
         mine = [key for key in self._at[self._rpc.me.id] if key.workflow == run.id]
         if mine:
-            self._abort_at(self._rpc.me.id, mine)
-        self.journal.remove(run.id)
+            self._abort_at(run, self._rpc.me.id, mine)
+        self.journal.keeping.abandon(run.id)
 
-    def load(self) -> None:
-        """After a restart, before anybody is heard: what had not ended, as its journal says."""
-        for row in self.journal.rows("where ended_at is null", ()):
-            run = self._replay(row["id"])
-            if run is None:
-                continue
-            try:
-                self._take_up(run)
-            except Exception:  # one workflow must not keep the peer from starting
-                log.exception("workflow %s can't be taken up again", run.id)
+    def _forget(self, run: Run) -> None:
+        """This peer does nothing more for it."""
+        self._active.pop(run.id, None)
+        if self._ended.pop(run.id, None) is not None:
+            self._ended_tasks -= len(run.tasks)
+        _, staging = self._stages.pop(run.id, (None, None))
+        if staging is not None and staging is not asyncio.current_task():
+            staging.cancel()
+        pending = [_key(run, t.id, t.number + 1) for t in run.tasks.values()]
+        self.strategy(run).withdraw(pending)
 
-    def settle(self) -> None:
-        """The others are known, or nobody answered for a while: go on with what was loaded."""
-        self._settled = True
-        for run in self.active():
-            try:
-                self._begin(run)
-            except Exception:
-                log.exception("workflow %s can't go on", run.id)
+    def deposed(self, id: str) -> None:
+        """Another peer is its home now, or will be: what was not agreed on here never was."""
+        run = self._active.get(id) or self._ended.get(id)
+        if run is None:
+            return
+        self.counts["homes_lost"] += 1
+        self._forget(run)
+        for keys in self._at.values():
+            for key in [key for key in keys if key.workflow == id]:
+                del keys[key]
+        ended = self._waiters.pop(id, None)
+        if ended is not None:
+            ended.set()
 
-    def _take_up(self, run: Run) -> None:
-        self._active[run.id] = run
+    def take_up(self, id: str) -> None:
+        """This peer is its home now: go on as the journal says."""
+        run = self._replay(id)
+        if run is None:
+            return
+        if run.over:
+            self._remember(run)
+            return
+        if id in self._ended:
+            self._ended_tasks -= len(self._ended.pop(id).tasks)
+        self.counts["homes_taken"] += 1
+        self._active[id] = run
         for task in run.tasks.values():
             if task.state == "retrying":
                 run._set(task, "waiting")
@@ -231,6 +246,26 @@ class Home:
                 if attempt.state == "running" and task.state == "running":
                     self._gave(run, task.id, attempt.number, attempt.peer)
                     self._check_at[attempt.peer] = 0.0
+        self._doubted.set()
+        self._stage_again(run)
+        self._begin(run)
+
+    def _stage_again(self, run: Run) -> None:
+        """Inputs that went with the home before, or with whoever held them."""
+        gone = [
+            (name, "it was lost with the peers that held it, and is brought in again")
+            for name, file in run.staged.items()
+            if file.hash not in self._blobs
+            and not any(self._members.is_here(holder) for holder in file.holders)
+        ]
+        if gone:
+            self._write(run, "unstaged", {"files": gone})
+
+    def settle(self) -> None:
+        """The others are known, or nobody answered for a while."""
+        self._settled = True
+        for run in self.active():
+            self._begin(run)
 
     def _begin(self, run: Run) -> None:
         self._unpublished.add(run.id)
@@ -248,8 +283,13 @@ class Home:
         await asyncio.sleep(wait_s)
         self._published_at = asyncio.get_running_loop().time()
         ids, self._unpublished = self._unpublished, set()
-        records = {key_of("home", id): self._rpc.me.id for id in ids}
-        await self._records.publish(records, int(self._clock()))
+        by_epoch: dict[int, dict[bytes, bytes]] = defaultdict(dict)
+        for id in ids:
+            epoch = shown(self.journal.keeping.epoch(id))
+            if epoch:
+                by_epoch[epoch][key_of("home", id)] = self._rpc.me.id
+        for epoch, records in by_epoch.items():
+            await self._records.publish(records, epoch)
 
     def _replay(self, id: str) -> Run | None:
         found = self.journal.document(id)
@@ -262,15 +302,14 @@ class Home:
             log.exception("the document of %s can't be read any more", id)
             return None
         run = Run(id, workflow, submitted_at, self._rpc.me.id, owner)
-        for seq, at, kind, body in self.journal.read(id):
-            run.apply(kind, body, at)
-            run.seq = seq + 1  # the next entry's number, whatever there was before
+        for _, epoch, at, kind, body in self.journal.read(id):
+            run.apply(kind, body, at, epoch)
         return run
 
     def get(self, id: str) -> Run | None:
-        """A workflow whose home is here, running or ended."""
+        """A workflow whose home is here, or that has ended and of which a copy is here."""
         run = self._active.get(id) or self._ended.get(id)
-        if run is None:
+        if run is None and self.journal.is_over(id):
             run = self._replay(id)
             if run is not None:
                 self._remember(run)
@@ -283,9 +322,7 @@ class Home:
             await asyncio.wait([written])
 
     def knows(self, id: str) -> bool:
-        if id in self._active or id in self._ended:
-            return True
-        return bool(self.journal.rows("where id = ?", (id,)))
+        return id in self._active or id in self._ended or self.journal.is_over(id)
 
     def _remember(self, run: Run) -> None:
         before = self._ended.pop(run.id, None)
@@ -302,6 +339,10 @@ class Home:
         """Those that have something of ours."""
         return [peer for peer, keys in self._at.items() if keys]
 
+    def keepers(self, run: Run) -> tuple[bytes, ...]:
+        replica = self.journal.keeping.replicas.get(run.id)
+        return replica.keepers if replica is not None else run.keepers
+
     def active(self) -> list[Run]:
         return list(self._active.values())
 
@@ -312,7 +353,10 @@ class Home:
         async for files, failed in stage.bring():
             if run.over:
                 break
-            body = {"files": files, "failed": failed}
+            rows = await self._twice(run, files)
+            if self._active.get(run.id) is not run:
+                break
+            body = {"files": rows, "failed": failed}
             self._write(run, "staged", body)
             for name, reason in failed:
                 doomed = [t for t in run.workflow.tasks.values() if name in t.inputs]
@@ -320,6 +364,21 @@ class Home:
                     self._fail(run, task.id, f"input {name}: {reason}")
             self._place_ready(run)
             self._conclude(run)
+
+    async def _twice(
+        self, run: Run, files: list[tuple[str, bytes, int]]
+    ) -> list[tuple[str, bytes, int, tuple[bytes, ...]]]:
+        """Who holds each. What can't be made or fetched again has a second holder first."""
+        me = self._rpc.me.id
+        sources = run.workflow.inputs
+        unique = [
+            File(name, hash, size, (me,))
+            for name, hash, size in files
+            if sources[name].kind == "blob"
+        ]
+        other = next((k for k in self.keepers(run) if k != me and self._members.is_here(k)), None)
+        copied = await self._transfer.copy_to(other, unique) if unique and other else set()
+        return [(n, h, s, (me, other) if other and h in copied else (me,)) for n, h, s in files]
 
     def blob_arrived(self, hash: bytes) -> None:
         for stage, _ in self._stages.values():
@@ -446,12 +505,12 @@ class Home:
                 self.on_given()
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
-        created = self._creating.get(run.id)
         try:
-            if created is not None:
-                await asyncio.wait([created])
-            await self.journal.synced()
+            await self.journal.kept(run.id)
             await self._send(run, rows)
+        except Deposed:
+            for one in rows:
+                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
         finally:
             self._committing.difference_update(one.unit.key for one in rows)
 
@@ -488,7 +547,8 @@ class Home:
         task = run.tasks[key.task]
         attempt = task.attempt(key.number)
         alive = attempt is not None and attempt.state == "running"
-        return alive and task.state not in FINAL and not run.over
+        mine = self._active.get(run.id) is run
+        return mine and alive and task.state not in FINAL and not run.over
 
     async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
         start = 0
@@ -519,7 +579,7 @@ class Home:
                     self._lost(refused, begun=False)
                 late = [w.key for w in batch if not self._wanted(run, w.key)]
                 if late:  # cancelled, or done elsewhere, while this was on its way
-                    self._abort_at(peer.id, late)
+                    self._abort_at(run, peer.id, late)
 
     def _work(self, run: Run, one: Placed) -> Work:
         spec = run.workflow.tasks[one.unit.key.task]
@@ -544,6 +604,7 @@ class Home:
             timeout_s=spec.timeout_s,
             runtime_s=self.estimate(one.unit),
             network=spec.network,
+            epoch=run.epoch,
         )
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
@@ -563,42 +624,56 @@ class Home:
     # ----------------------------------------------------------------- outcomes
 
     async def _report(self, sender: Contact, message: Report) -> Reported:
-        kept: list[AttemptKey] = []
-        unknown: list[AttemptKey] = []
         by_run: dict[str, list[Outcome]] = defaultdict(list)
+        unknown: list[AttemptKey] = []
+        moved: dict[str, bytes] = {}
         for ended in message.outcomes:
+            id = ended.key.workflow
             self._at[sender.id].pop(ended.key, None)
-            run = self._active.get(ended.key.workflow)
-            if run is None:
-                rows = self.journal.rows("where id = ?", (ended.key.workflow,))
-                if not rows:
-                    unknown.append(ended.key)
-                elif rows[0]["ended_at"] is not None:
-                    kept.append(ended.key)  # it is over: nobody needs this any more
-            elif ended.key.task not in run.tasks:
-                unknown.append(ended.key)
+            if self.journal.keeping.is_home(id) or self.journal.is_over(id):
+                by_run[id].append(ended)
+            elif (home := self.journal.keeping.follows(id)) is not None:
+                moved[id] = home
             else:
-                by_run[run.id].append(ended)
+                unknown.append(ended.key)
         for outcomes in by_run.values():
             for ended in outcomes:
                 await self._take_enclosed(ended)
         for id, outcomes in by_run.items():
             run = self._active.get(id)
             if run is not None:
-                self._take(run, sender.id, outcomes)
-            kept.extend(ended.key for ended in outcomes)
+                self._take(run, sender.id, [e for e in outcomes if e.key.task in run.tasks])
         for strategy in self._strategies.values():
             strategy.vacancy(sender.id, message.free)
-        await self.journal.synced()
-        return Reported(kept=tuple(kept), unknown=tuple(unknown))
+        counted = await asyncio.gather(*map(self._counts_now, by_run))
+        kept = [
+            ended.key
+            for counts, outcomes in zip(counted, by_run.values(), strict=True)
+            if counts
+            for ended in outcomes
+        ]
+        return Reported(kept=tuple(kept), unknown=tuple(unknown), moved=tuple(moved.items()))
 
-    def take_own(self, ended: Outcome) -> None:
-        """From this very peer, on the spot: there is nobody to acknowledge it to."""
+    async def _counts_now(self, id: str) -> bool:
+        """All that was written of it so far counts; False if that can't be said soon."""
+        try:
+            async with asyncio.timeout(COUNT_S_MAX):
+                await self.journal.kept(id)
+        except (TimeoutError, Deposed):
+            return False
+        return True
+
+    def take_own(self, ended: Outcome) -> bool:
+        """From this very peer, on the spot: there is nobody to acknowledge it to.
+
+        False: its home is elsewhere by now."""
         me = self._rpc.me.id
+        id = ended.key.workflow
         self._at[me].pop(ended.key, None)
-        run = self._active.get(ended.key.workflow)
+        run = self._active.get(id)
         if run is not None and ended.key.task in run.tasks:
             self._take(run, me, [ended])
+        return run is not None or self.journal.keeping.is_home(id) or self.journal.is_over(id)
 
     async def _take_enclosed(self, ended: Outcome) -> None:
         for hash, data in ended.enclosed:
@@ -617,7 +692,11 @@ class Home:
         for ended in outcomes:
             task = run.tasks[ended.key.task]
             attempt = task.attempt(ended.key.number)
-            stale = attempt is None or (attempt.state != "running" and ended.kind != "ok")
+            stale = (
+                attempt is None
+                or (attempt.peer, attempt.epoch) != (peer, ended.epoch)  # of no journaled attempt
+                or (attempt.state != "running" and ended.kind != "ok")
+            )
             # after the first result, after a cancel, or for an attempt given up: ignored
             if task.state in FINAL or stale or task.id in seen:
                 self.counts["ignored_outcomes"] += 1
@@ -638,26 +717,36 @@ class Home:
             changed.append(task)
         if not rows:
             return
-        self._write(run, "finished", {"outcomes": rows})
-        for (ended, _, verdict), task in zip(rows, changed, strict=True):
+        # what follows from a result begins when the result counts: another home might undo it
+        wins = [
+            (task, ended) for (ended, _, v), task in zip(rows, changed, strict=True) if v == WON
+        ]
+        body = {"outcomes": rows}
+        self._write(run, "finished", body, then=lambda: self._go_on(run, wins, rivals))
+        for (_, _, verdict), task in zip(rows, changed, strict=True):
             self.counts[f"tasks_{verdict}"] += 1
-            if verdict == "succeeded":
-                if task.id in rivals:
-                    self._drop_others(run, task, ended.key.number)
-            elif verdict == "failed":
+            if verdict == "failed":
                 self._skip_behind(run, task.id)
-            else:
+            elif verdict != WON:
                 self._place_later(run, task)
+        self._conclude(run)
+
+    def _go_on(self, run: Run, wins: list[tuple[TaskState, Outcome]], rivals: set[str]) -> None:
+        """Results that count now."""
+        for task, ended in wins:
+            if task.id in rivals:
+                self._drop_others(run, task, ended.key.number)
+        self._keep_twice(run, [task for task, _ in wins])
+        if self._active.get(run.id) is not run:
+            return
         ready = {
             child: run.tasks[child]
-            for task in changed
-            if task.state == "succeeded"
+            for task, _ in wins
+            if task.state == WON
             for child in run.children[task.id]
             if not run.tasks[child].missing
         }
         self._place_ready(run, [t for t in ready.values() if t.state == "waiting"])
-        self._keep_twice(run, changed)
-        self._conclude(run)
 
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
         """A copy of what the user came for, where it did not come along with the outcome."""
@@ -679,18 +768,21 @@ class Home:
         )
         for attempt in task.attempts:
             if attempt.number != winner and attempt.state == "running":
-                self._abort_at(attempt.peer, [_key(run, task.id, attempt.number)])
+                self._abort_at(run, attempt.peer, [_key(run, task.id, attempt.number)])
 
-    def _abort_at(self, peer: bytes, keys: list[AttemptKey]) -> None:
+    def _abort_at(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
         for key in keys:
             self._at[peer].pop(key, None)
         contact = self._members.contact(peer)
         if contact is not None:
-            self._spawn(self._abort(contact, keys))
+            self._spawn(self._abort(contact, keys, (run.id, run.epoch)))
 
-    async def _abort(self, contact: Contact, keys: list[AttemptKey]) -> None:
+    async def _abort(
+        self, contact: Contact, keys: list[AttemptKey], epoch: tuple[str, int]
+    ) -> None:
+        message = Abort(keys=tuple(keys), reason="not needed", epochs=(epoch,))
         try:
-            await self._rpc.call(contact, Abort(keys=tuple(keys), reason="not needed"), Done)
+            await self._rpc.call(contact, message, Done)
         except CallFailed as error:  # it runs to its end there, and its outcome is ignored
             log.info("%d attempts could not be ended: %s", len(keys), error)
 
@@ -703,7 +795,7 @@ class Home:
         loop.call_later(wait_s * (0.75 + self._rng.random() / 2), self._place_again, run, task)
 
     def _place_again(self, run: Run, task: TaskState) -> None:
-        if run.id in self._active and task.state == "retrying":
+        if self._active.get(run.id) is run and task.state == "retrying":
             run._set(task, "waiting")
             self._place_ready(run, [task])
 
@@ -725,7 +817,6 @@ class Home:
             return
         state, reason = found
         self._write(run, "ended", {"state": state, "reason": reason})
-        self.journal.update_state(run.id, state, run.ended_at)
         self._active.pop(run.id, None)
         self._remember(run)
         _, staging = self._stages.pop(run.id, (None, None))
@@ -736,24 +827,37 @@ class Home:
             self._spawn(self._tell_end(run.id))
 
     async def _tell_end(self, id: str) -> None:
-        await self.journal.synced()
+        with contextlib.suppress(Deposed):
+            await self.journal.kept(id)
         ended = self._waiters.pop(id, None)
         if ended is not None:
             ended.set()
 
     async def ended(self, run: Run, wait_s: float) -> None:
-        """When it is over, and that is on disk; or after a while."""
+        """When it is over, or is not this peer's any more; or after a while."""
         if run.over:
-            await self.journal.synced()
             return
         event = self._waiters.setdefault(run.id, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await event.wait()
 
-    def _write(self, run: Run, kind: str, body: dict[str, Any], soon: bool = False) -> None:
-        at = self.journal.append(run.id, run.seq, kind, body, soon)
-        run.apply(kind, body, at)
+    async def stands(self, run: Run) -> bool:
+        """What is known here of its end counts; False if this peer can't say so."""
+        return await self._counts_now(run.id)
+
+    def _write(
+        self,
+        run: Run,
+        kind: str,
+        body: dict[str, Any],
+        soon: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        if self._active.get(run.id) is not run:
+            raise Deposed(run.id)
+        at = self.journal.append(run.id, kind, body, soon, then)
+        run.apply(kind, body, at, self.journal.keeping.epoch(run.id))
 
     # ----------------------------------------------------------------- cancelling
 
@@ -761,6 +865,11 @@ class Home:
         run = self.get(id)
         if run is None or run.over:
             return run
+        self._cancel(run, reason)
+        await self.journal.kept(id)
+        return run
+
+    def _cancel(self, run: Run, reason: str) -> None:
         running: dict[bytes, list[AttemptKey]] = defaultdict(list)
         pending = []
         for task in run.tasks.values():
@@ -769,13 +878,14 @@ class Home:
             for attempt in task.attempts:
                 if attempt.state == "running":
                     running[attempt.peer].append(_key(run, task.id, attempt.number))
-        self._write(run, "cancelled", {"reason": reason})
-        self._conclude(run)
+
+        def end_them() -> None:
+            for peer, keys in running.items():
+                self._abort_at(run, peer, keys)
+
         self.strategy(run).withdraw(pending)
-        for peer, keys in running.items():
-            self._abort_at(peer, keys)
-        await self.journal.synced()
-        return run
+        self._write(run, "cancelled", {"reason": reason}, then=end_them)
+        self._conclude(run)
 
     # ----------------------------------------------------------------- doubts
 
@@ -832,7 +942,10 @@ class Home:
             if not self._at:
                 self._given.clear()
                 await self._given.wait()
-            await asyncio.sleep(CHECK_TICK_S)
+            self._doubted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_TICK_S):
+                    await self._doubted.wait()
             if not self._settled:
                 continue
             now = asyncio.get_running_loop().time()
@@ -854,8 +967,10 @@ class Home:
         if not self._members.is_here(peer) or contact is None:
             self._lost([(key, f"its peer {peer.hex()[:8]} is gone") for key in keys])
             return
+        homes = {key.workflow: self.journal.keeping.epoch(key.workflow) for key in keys}
+        message = Inquire(keys=tuple(keys), epochs=tuple(homes.items()))
         try:
-            answer = await self._rpc.call(contact, Inquire(keys=tuple(keys)), Inquired)
+            answer = await self._rpc.call(contact, message, Inquired)
         except CallFailed:
             self._check_at[peer] = 0.0
             return
@@ -870,6 +985,9 @@ class Home:
         spec = run.workflow.tasks[task.id]
         if self.journal.trouble:
             return f"the home's journal can't be written: {self.journal.trouble}"
+        unkept = self.journal.keeping.unkept(run.id)
+        if unkept:
+            return unkept
         if task.state == "running":
             attempt = task.attempt(task.number)
             return f"it runs on peer {attempt.peer.hex()[:8]}" if attempt else "it runs"
@@ -899,15 +1017,15 @@ class Home:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("an error in the home", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Deposed):
+            log.error("an error in the home", exc_info=error)
 
     async def close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.journal.synced()
 
 
 #: `id` is a parameter's name in here

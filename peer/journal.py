@@ -1,194 +1,135 @@
-"""The journal of the workflows whose home is here: entries in order, in batches, on disk.
-
-`append` gives entries their numbers at once, and `synced` waits until they are on disk. While one
-batch is being written the next gathers, so a busy home pays one sync for many entries; one that
-nobody waits for (`soon`) goes with the next that somebody does, or after a moment. A disk that
-refuses is tried again, with the entries in their order, and nothing is acknowledged meanwhile.
-"""
+"""The journals of workflows, as their home and its users see them: entries in order, of which those
+count that a majority of the keepers has on disk (`protocols.keeping`)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import sqlite3
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
-from .database import Database, DatabaseError, Statement
+from protocols.keeping.keeping import Keeping
+from workflow.tree import DOCUMENT_BYTES_MAX
 
-log = logging.getLogger("valence.journal")
+from .database import Statement
+from .shelf import Disk, Shelf, unpack
 
-RETRY_S_MAX = 5.0
-SOON_S = 0.02
+#: a document travels and is kept in pieces, each an entry
+PART_BYTES = 256 * 1024
+ZIPPED_BYTES_MIN = 4096
+READ_BYTES_MAX = 2**40
+#: what a user's stream of events is not made of
+SILENT = frozenset({"keepers", "document"})
 
 
 class Journal:
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        self.entries = 0
-        self.trouble = ""  # why nothing is being acknowledged, while that is so
+    def __init__(self, database: Disk, shelf: Shelf, keeping: Keeping) -> None:
+        self.keeping = keeping
         self._database = database
-        self._clock = clock
-        self._waiting: list[Statement] = []
-        self._next: asyncio.Future[None] | None = None
-        self._current: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._shelf = shelf
         self._changed: dict[str, asyncio.Event] = {}
-        self._touched: set[str] = set()
+        keeping.on_committed = self._committed
 
-    def append(
-        self, workflow: str, seq: int, kind: str, body: dict[str, Any], soon: bool = False
-    ) -> float:
-        """Returns the entry's time. It is on disk after the next `synced`."""
-        at = self._clock()
-        packed = msgpack.packb(body)
-        self._put(
-            workflow,
-            ("insert into entries values (?, ?, ?, ?, ?)", (workflow, seq, at, kind, packed)),
-            soon,
-        )
-        self.entries += 1
-        return at
-
-    def _put(self, workflow: str, statement: Statement, soon: bool = False) -> None:
-        self._waiting.append(statement)
-        self._touched.add(workflow)
-        loop = asyncio.get_running_loop()
-        if self._next is None:
-            self._next = loop.create_future()
-        if not soon:
-            self._start()
-        elif self._timer is None:
-            self._timer = loop.call_later(SOON_S, self._start)
-
-    def _start(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._waiting and (self._writer is None or self._writer.done()):
-            self._writer = asyncio.ensure_future(self._write())
-
-    def update_state(self, workflow: str, state: str, ended_at: float | None) -> None:
-        sql = "update workflows set state = ?, ended_at = ? where id = ?"
-        self._put(workflow, (sql, (state, ended_at, workflow)))
-
-    async def synced(self) -> None:
-        """All that was appended so far is on disk."""
-        self._start()
-        waiting = self._next or self._current
-        if waiting is not None:
-            await asyncio.shield(waiting)
-
-    async def _write(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            self._current = done = self._next
-            self._next = None
-            touched, self._touched = self._touched, set()
-            assert done is not None
-            delay_s = 0.05
-            while True:
-                try:
-                    await self._database.write(batch)
-                    self.trouble = ""
-                    break
-                except sqlite3.IntegrityError as error:
-                    log.critical("an entry of the journal is there already: %s", error)
-                    await self._write_singly(batch)
-                    break
-                except DatabaseError as error:
-                    self.trouble = str(error)
-                    log.error("the journal can't be written, trying again: %s", error)
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(RETRY_S_MAX, delay_s * 2)
-            done.set_result(None)
-            self._current = None
-            for workflow in touched:
-                event = self._changed.pop(workflow, None)
-                if event is not None:
-                    event.set()
-
-    async def _write_singly(self, batch: list[Statement]) -> None:
-        """One of them can't be written by any means: the others must not go with it."""
-        for statement in batch:
-            try:
-                await self._database.write([statement])
-            except (DatabaseError, sqlite3.Error) as error:
-                log.critical("given up: %s: %s", statement[1][:3], error)
+    @property
+    def trouble(self) -> str:
+        """Why nothing is being acknowledged, while that is so."""
+        return self._shelf.trouble
 
     def create(
-        self, row: tuple[Any, ...], body: dict[str, Any], patient: bool
+        self, id: str, about: dict[str, Any], document: bytes, patient: bool
     ) -> tuple[float, asyncio.Future[None]]:
-        """A new workflow, its row and first entry at once: the time, and when it is on disk.
+        """A new workflow, whose home this is: the time, and when it is on this disk."""
+        zipped = len(document) > ZIPPED_BYTES_MIN
+        packed = zlib.compress(document, 1) if zipped else document
+        parts = [packed[i : i + PART_BYTES] for i in range(0, len(packed), PART_BYTES)]
+        first = {**about, "parts": len(parts), "zipped": zipped, "document": parts[0]}
+        bodies = [("submitted", msgpack.packb(first))]
+        bodies += [("document", msgpack.packb({"part": part})) for part in parts[1:]]
+        return self.keeping.found(id, bodies, patient)
 
-        What is appended later is written later; if this fails, `remove` what was."""
-        at = self._clock()
-        packed = msgpack.packb(body)
-        written = self._database.begin(
-            [
-                ("insert into workflows values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row),
-                (
-                    "insert into entries values (?, ?, ?, ?, ?)",
-                    (row[0], 0, at, "submitted", packed),
-                ),
-            ],
-            patient,
-        )
-        self.entries += 1
-        return at, written
+    def append(
+        self,
+        workflow: str,
+        kind: str,
+        body: dict[str, Any],
+        soon: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> float:
+        """Returns the entry's time. It counts after the next `kept`; `then` is called when."""
+        return self.keeping.append(workflow, kind, msgpack.packb(body), soon, then)
 
-    def remove(self, workflow: str) -> None:
-        """What followed a creation that failed. (The same key may be submitted again by then.)"""
-        self._put(workflow, ("delete from entries where workflow = ? and seq > 0", (workflow,)))
+    async def kept(self, workflow: str) -> None:
+        """All that was appended so far counts; or `Deposed`."""
+        await self.keeping.kept(workflow)
+
+    def _committed(self, workflow: str) -> None:
+        event = self._changed.pop(workflow, None)
+        if event is not None:
+            event.set()
 
     def changed(self, workflow: str) -> asyncio.Event:
-        """Set when something more of this workflow is on disk."""
+        """Set when something more of this workflow counts."""
         return self._changed.setdefault(workflow, asyncio.Event())
+
+    # ----------------------------------------------------------------- reading
 
     def read(
         self, workflow: str, after: int = -1, limit: int = 1_000_000
-    ) -> list[tuple[int, float, str, dict[str, Any]]]:
-        rows = self._database.read(
-            "select seq, at, kind, body from entries where workflow = ? and seq > ? "
-            "order by seq limit ?",
-            (workflow, after, limit),
-        )
-        return [(seq, at, kind, unpack(body)) for seq, at, kind, body in rows]
+    ) -> list[tuple[int, int, float, str, dict[str, Any]]]:
+        """What counts, of a workflow whose home is here or that has ended: seq, epoch, time, …"""
+        end = self.keeping.committed(workflow) if self.keeping.is_home(workflow) else 2**62
+        found: list[tuple[int, int, float, str, dict[str, Any]]] = []
+        while len(found) < limit:
+            rows = self._shelf.entries(workflow, after + 1, end, READ_BYTES_MAX)
+            if not rows:
+                break
+            found += [(e.seq, e.epoch, e.at, e.kind, unpack(e.body)) for e in rows]
+            after = rows[-1].seq
+        return found[:limit]
+
+    def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float, str] | None:
+        """As it was submitted: text, options, when, by whom."""
+        rows = self._shelf.entries(workflow, 1, 2, READ_BYTES_MAX)
+        if not rows:
+            return None
+        about = unpack(rows[0].body)
+        packed = about["document"]
+        count = about["parts"] - 1
+        rest = self._shelf.entries(workflow, 2, 2 + count, READ_BYTES_MAX) if count else []
+        packed += b"".join(unpack(entry.body)["part"] for entry in rest)
+        if about["zipped"]:
+            packed = zlib.decompressobj().decompress(packed, DOCUMENT_BYTES_MAX)
+        return packed, json.loads(about["options"]), rows[0].at, about["owner"]
 
     def rows(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """Workflows, without their documents."""
+        """Workflows of which a copy is here."""
         names = ("id", "name", "owner", "state", "submitted_at", "ended_at", "tasks")
         found = self._database.read(f"select {', '.join(names)} from workflows {where}", values)
         return [dict(zip(names, row, strict=True)) for row in found]
 
-    def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float, str] | None:
-        """As it was submitted: text, options, when, by whom."""
-        rows = self._database.read(
-            "select document, options, submitted_at, owner from workflows where id = ?", (workflow,)
-        )
-        if not rows:
-            return None
-        text, options, at, owner = rows[0]
-        return text, json.loads(options), at, owner
+    def is_over(self, workflow: str) -> bool:
+        """A copy is here, and its end counts."""
+        sql = "select 1 from workflows where id = ? and ended_at is not null"
+        return bool(self._database.read(sql, (workflow,)))
 
-    async def forget(self, before: float) -> int:
+    async def forget(self, before: float, tombstones_before: float) -> int:
         """Workflows that ended before then, with all their entries."""
         rows = self._database.read(
             "select id from workflows where ended_at is not null and ended_at < ? limit 1000",
             (before,),
         )
-        statements: list[Statement] = []
+        statements: list[Statement] = [
+            ("delete from copies where here = 0 and at < ?", (tombstones_before,))
+        ]
         for (workflow,) in rows:
-            statements.append(("delete from entries where workflow = ?", (workflow,)))
-            statements.append(("delete from workflows where id = ?", (workflow,)))
-        if statements:
-            await self._database.write(statements)
+            for table, key in (
+                ("entries", "workflow"),
+                ("workflows", "id"),
+                ("copies", "workflow"),
+            ):
+                statements.append((f"delete from {table} where {key} = ?", (workflow,)))
+        await asyncio.shield(self._database.begin(statements))
         return len(rows)
-
-
-def unpack(body: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = msgpack.unpackb(body, use_list=False, strict_map_key=False)
-    return found

@@ -44,6 +44,7 @@ class AttemptState:
     state: str = "running"  # then ok, failed, returned or lost
     reason: str = ""
     outcome: Outcome | None = None
+    epoch: int = 0  # of the home that gave it
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class TaskState:
     attempts: list[AttemptState] = field(default_factory=list)
     won: Outcome | None = None
     holder: bytes = b""  # the peer that ran the winning attempt
+    copied_to: bytes = b""  # the home of that time, which got what was enclosed
 
     def attempt(self, number: int) -> AttemptState | None:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
@@ -92,8 +94,9 @@ class Run:
         self.ended_at: float | None = None
         self.state = "pending"
         self.reason = ""
-        self.seq = 0
         self.home = home
+        self.epoch = 0
+        self.keepers: tuple[bytes, ...] = ()
         self.children = workflow.children()
         self.ranks = upward_ranks(workflow, self.children)
         self.final_files = frozenset(workflow.final_files())
@@ -117,16 +120,38 @@ class Run:
 
     # ----------------------------------------------------------------- the journal
 
-    def apply(self, kind: str, body: dict[str, Any], at: float) -> None:
+    def apply(self, kind: str, body: dict[str, Any], at: float, epoch: int) -> None:
+        self.epoch = epoch
         getattr(self, "_on_" + kind)(body, at)
-        self.seq += 1
 
     def _on_submitted(self, body: dict[str, Any], at: float) -> None:
         self.state = "running"
 
+    def _on_document(self, body: dict[str, Any], at: float) -> None:
+        """A part of what this was made from."""
+
+    def _on_keepers(self, body: dict[str, Any], at: float) -> None:
+        self.keepers = tuple(body["keepers"])
+
+    def _on_home(self, body: dict[str, Any], at: float) -> None:
+        self.home = body["home"]
+
+    def _on_forced(self, body: dict[str, Any], at: float) -> None:
+        self._on_keepers(body, at)
+        self._on_home(body, at)
+
+    def _on_unstaged(self, body: dict[str, Any], at: float) -> None:
+        """Inputs that are gone with all that held them: they are brought in again."""
+        for name, reason in body["files"]:
+            self.staged.pop(name, None)
+            self.unstaged[name] = reason
+            for task in self.workflow.tasks.values():
+                if name in task.inputs and self.tasks[task.id].state in ("pending", "retrying"):
+                    self._set(self.tasks[task.id], "waiting")
+
     def _on_staged(self, body: dict[str, Any], at: float) -> None:
-        for name, hash, size in body["files"]:
-            self.staged[name] = File(name=name, hash=hash, size=size, holders=(self.home,))
+        for name, hash, size, holders in body["files"]:
+            self.staged[name] = File(name=name, hash=hash, size=size, holders=tuple(holders))
             self.unstaged.pop(name, None)
         for name, reason in body.get("failed", ()):
             self.unstaged.pop(name, None)
@@ -136,7 +161,8 @@ class Run:
         for name, number, peer, boot in body["attempts"]:
             task = self.tasks[name]
             task.number = max(task.number, number)
-            task.attempts.append(AttemptState(number, peer, boot, at, body["placement"]))
+            attempt = AttemptState(number, peer, boot, at, body["placement"], epoch=self.epoch)
+            task.attempts.append(attempt)
             del task.attempts[:-ATTEMPTS_SHOWN_MAX]
             if task.state not in FINAL:
                 self._set(task, "running")
@@ -150,7 +176,7 @@ class Run:
                 attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
             task.reason = ended.reason
             if verdict == "succeeded":
-                task.won, task.holder = ended, peer
+                task.won, task.holder, task.copied_to = ended, peer, self.home
                 self._observe(task, ended)
                 self._set(task, verdict)
                 for child in self.children[task.id]:
@@ -304,8 +330,8 @@ class Run:
     def _holders(self, task: TaskState, hash: bytes) -> tuple[bytes, ...]:
         assert task.won is not None
         enclosed = any(found == hash for found, _ in task.won.enclosed)
-        if enclosed and task.holder != self.home:
-            return (task.holder, self.home)
+        if enclosed and task.holder != task.copied_to:
+            return (task.holder, task.copied_to)
         return (task.holder,)
 
     def value(self, name: str) -> Value | None:

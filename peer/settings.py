@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import platform
 import tomllib
@@ -22,6 +23,13 @@ from workflow import quantities
 
 Size = Annotated[int, BeforeValidator(quantities.size_bytes)]
 Duration = Annotated[float, BeforeValidator(quantities.seconds)]
+
+
+def _patience(value: object) -> object:
+    return math.inf if value == "never" else quantities.seconds(value)
+
+
+Patience = Annotated[float, BeforeValidator(_patience)]
 
 
 def _listed(value: object) -> object:
@@ -80,6 +88,10 @@ class Settings(BaseModel):
     labels: Names = Field((), max_length=64)
     software: Names = Field((), max_length=64)
     preset: str = Field("lan", description="timing: " + " or ".join(PRESETS))
+    keepers: int = Field(3, ge=1, le=9, description="peers that keep a workflow's journal; odd")
+    majority_lost: Patience = Field(
+        120.0, description="go on without a lost majority of keepers after this long; or never"
+    )
     grace: Duration = Field(10.0, description="how long running tasks may finish on SIGTERM")
     blob_max: Size = Field(64 * 2**30, description="largest file")
     log_max: Size = Field(2**20, description="how much of a task's output is kept")
@@ -145,6 +157,8 @@ def load(
             raise SettingsError(f"{origin['join']}: {seed!r}: write host:port")
     if settings.sandbox not in ("off", "bwrap"):
         raise SettingsError(f"{origin['sandbox']}: off or bwrap")
+    if settings.keepers % 2 == 0:
+        raise SettingsError(f"{origin['keepers']}: an odd number: one more outlives no more deaths")
     if settings.preset not in PRESETS:
         raise SettingsError(f"{origin['preset']}: there are {', '.join(PRESETS)}")
     if need_secrets:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from protocols.members import Members
-from protocols.messages import BlobPart, Contact, File, ReadBlob
+from protocols.messages import BlobPart, Contact, CopiedBlobs, CopyBlobs, File, ReadBlob
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
 
@@ -23,6 +23,7 @@ log = logging.getLogger("valence.transfer")
 RANGE_BYTES = 512 * 1024
 RANGES_AT_ONCE = 4
 TRANSFERS_MAX = 16
+COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
 
 
 class Unavailable(BlobError):
@@ -41,6 +42,7 @@ class Transfer:
         self._under_way: dict[bytes, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(TRANSFERS_MAX)
         rpc.on(ReadBlob, self._read_blob)
+        rpc.on(CopyBlobs, self._copy_blobs)
 
     async def _read_blob(self, sender: Contact, message: ReadBlob) -> BlobPart:
         size = self._blobs.size(message.hash)
@@ -51,6 +53,28 @@ class Transfer:
         data = await self._blobs.read(message.hash, message.offset, message.length)
         self.counts["bytes_served"] += len(data)
         return BlobPart(size=size, data=data)
+
+    async def _copy_blobs(self, sender: Contact, message: CopyBlobs) -> CopiedBlobs:
+        results = await asyncio.gather(*map(self.fetch, message.files), return_exceptions=True)
+        for file, error in zip(message.files, results, strict=True):
+            if error is not None:
+                log.info("no second copy of %s here: %s", file.name, error)
+        return CopiedBlobs(hashes=tuple(f.hash for f in message.files if f.hash in self._blobs))
+
+    async def copy_to(self, peer: bytes, files: list[File]) -> set[bytes]:
+        """Of those, the ones that this peer holds too by now."""
+        contact = self._members.contact(peer)
+        if contact is None:
+            return set()
+        size = sum(file.size for file in files)
+        limit_s = COPY_S_MIN + size / COPY_BYTES_PER_S
+        try:
+            message = CopyBlobs(files=tuple(files))
+            answer = await self._rpc.call(contact, message, CopiedBlobs, limit_s)
+        except CallFailed as error:
+            log.info("no second copy of %d files: %s", len(files), error)
+            return set()
+        return set(answer.hashes)
 
     async def fetch(self, file: File) -> None:
         """After this the blob is here; or `BlobError`."""

@@ -3,7 +3,6 @@ messages, its deadline as a time."""
 
 from __future__ import annotations
 
-import secrets
 from datetime import datetime
 from functools import lru_cache
 
@@ -34,10 +33,6 @@ def size_bytes(work: Work) -> int:
 def pack_arguments(spec: Task) -> bytes:
     packed: bytes = msgpack.packb([list(spec.args), dict(spec.kwargs)])
     return packed
-
-
-def new_id() -> str:
-    return "w" + secrets.token_hex(8)
 
 
 @lru_cache(1000)

@@ -71,6 +71,22 @@ class Config:
     vacancy_wishes_max: int = 256
     vacancy_ttl_s: float = 10.0
 
+    # --- keepers of journals
+    keepers: int = 3  # odd: an even one more outlives no more deaths
+    keep_timeout_s: float = 2.0
+    keep_doubt_s: float = 0.5  # a keeper silent for so long is looked at by the failure detector
+    keep_bytes_max: int = 512 * 1024
+    keep_slices_max: int = 1000
+    stand_step_s: float = 0.3  # between the keepers, in their order, who want to be home
+    stand_answer_s: float = 0.6
+    stand_again_s_max: float = 5.0
+    stand_batch_max: int = 500
+    tail_entries_max: int = 256  # of a journal, in memory, for keepers that are a little behind
+    # A majority of keepers lost for longer than this is not waited for any more: a survivor goes on
+    # from its own copy. Infinite: never.
+    majority_lost_s: float = 120.0
+    tombstone_s: float = 7 * 86400.0  # a copy that was given up is remembered: see keeping
+
     # --- probe
     probe_asked_min: int = 4
     probe_asked_max: int = 24

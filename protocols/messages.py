@@ -183,6 +183,7 @@ class Work(NamedTuple):
     timeout_s: Seconds | None = None
     runtime_s: Seconds | None = None
     network: bool = False  # wanted, where a sandbox would keep it from that
+    epoch: Natural = 0  # of the home that gives it
 
 
 class Outcome(NamedTuple):
@@ -203,6 +204,7 @@ class Outcome(NamedTuple):
     max_rss_bytes: Natural = 0
     # small outputs travel along, so that they have a second holder before they count
     enclosed: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=256)] = ()
+    epoch: Natural = 0  # of the home that gave the attempt: no other attempt has number and epoch
 
 
 class Room(NamedTuple):
@@ -221,6 +223,55 @@ class Grant(NamedTuple):
     queued: Natural = 0  # how many of them, the last ones, wait in the queue
     wait_s: Seconds = 0.0  # the peer's guess until the last of them begins
     refusal: Text = ""  # why not more
+
+
+class Entry(NamedTuple):
+    """One line of a workflow's journal. `seq` and `epoch` together name it for ever."""
+
+    seq: Natural
+    epoch: Natural
+    at: float
+    kind: Word
+    body: bytes  # msgpack of a mapping; keepers look into none but those about themselves
+
+
+class Slice(NamedTuple):
+    """A stretch of one journal, behind what its keeper is believed to have."""
+
+    workflow: Word
+    epoch: Natural
+    before: Natural  # entries that come before these
+    before_epoch: Natural  # of the last of those
+    committed: Natural  # entries, from the first on, that a majority has
+    entries: tuple[Entry, ...] = ()
+
+
+class Stored(NamedTuple):
+    """What a keeper has of one journal, on disk, as far as it is the sender's."""
+
+    workflow: Word
+    epoch: Natural  # the highest it has promised to follow
+    entries: Natural  # `refusal`: how many the sender may go on from
+    refusal: Word = ""
+
+
+class Candidacy(NamedTuple):
+    """`trial`: would you? Nothing is promised, so an idle wish disturbs nobody."""
+
+    workflow: Word
+    epoch: Natural
+    entries: Natural
+    last_epoch: Natural
+    trial: bool
+
+
+class Vote(NamedTuple):
+    workflow: Word
+    granted: bool
+    epoch: Natural  # the highest this keeper has promised to follow
+    why: Text = ""  # not granted
+    home: bytes = b""  # whom it follows
+    outsider: bool = False  # the candidate is no keeper any more: a majority agreed on that
 
 
 #: check what did not come in a message: what a task asks for, what became of it
@@ -378,11 +429,13 @@ class Reported(Message):
 
     kept: tuple[AttemptKey, ...]
     unknown: tuple[AttemptKey, ...] = ()
+    moved: tuple[tuple[Word, bytes], ...] = ()  # workflow → its home, as this peer knows
 
 
 @numbered(27, repeatable=True)
 class Inquire(Message):
     keys: tuple[AttemptKey, ...]
+    epochs: tuple[tuple[Word, Natural], ...] = ()  # of the sender, as the workflows' home
 
 
 @numbered(28)
@@ -396,6 +449,7 @@ class Inquired(Message):
 class Abort(Message):
     keys: tuple[AttemptKey, ...]
     reason: Text = ""
+    epochs: tuple[tuple[Word, Natural], ...] = ()
 
 
 @numbered(30)
@@ -473,3 +527,45 @@ class FindHome(Message):
 @numbered(40)
 class FoundHome(Message):
     here: bool
+    epoch: Natural = 0
+    home: bytes = b""  # whom this peer follows as a keeper, if it is not the home itself
+
+
+@numbered(41)
+class Keep(Message):
+    """From a home to a keeper of its journals: write these to disk, then answer."""
+
+    slices: Annotated[tuple[Slice, ...], Field(max_length=2000)]
+
+
+@numbered(42)
+class Kept(Message):
+    """One for each slice."""
+
+    stored: Annotated[tuple[Stored, ...], Field(max_length=2000)]
+
+
+@numbered(43)
+class Elect(Message):
+    """From a keeper who wants to be the home of these."""
+
+    candidacies: Annotated[tuple[Candidacy, ...], Field(max_length=2000)]
+
+
+@numbered(44)
+class Elected(Message):
+    votes: Annotated[tuple[Vote, ...], Field(max_length=2000)]
+
+
+@numbered(45)
+class CopyBlobs(Message):
+    """Fetch these and keep them, so that they outlive who holds them now."""
+
+    files: Annotated[tuple[File, ...], Field(max_length=500)]
+
+
+@numbered(46)
+class CopiedBlobs(Message):
+    """Those that are here now."""
+
+    hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]

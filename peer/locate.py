@@ -1,0 +1,84 @@
+"""Where a workflow's home is: by its record, else by asking everybody.
+
+Homes change. Of several answers the one with the highest epoch holds; an answer is remembered until
+somebody says that it is wrong (`forget`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from protocols.members import Members
+from protocols.messages import FindHome, FoundHome, Member
+from protocols.records import Records, key_of
+from protocols.rpc import CallFailed, Rpc
+
+from .journal import Journal
+
+HOMES_REMEMBERED = 10_000
+FAN_OUT = 64
+ANSWER_S = 2.0
+
+
+class Locate:
+    def __init__(self, rpc: Rpc, members: Members, records: Records, journal: Journal) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._records = records
+        self._journal = journal
+        self._homes: OrderedDict[str, bytes] = OrderedDict()
+
+    async def home(self, id: str) -> bytes | None:
+        """None: nobody who answers has heard of it."""
+        known = self._homes.get(id)
+        if known is not None and self._members.is_here(known):
+            return known
+        followed = self._journal.keeping.follows(id)
+        if followed and followed != self._rpc.me.id and self._members.is_here(followed):
+            return followed
+        records = await self._records.fetch(key_of("home", id))
+        newest = max(records, key=lambda r: r.version, default=None)
+        if newest is not None and self._members.is_here(newest.owner) and known is None:
+            home: bytes | None = newest.owner
+        else:
+            home = await self._ask_all(id)
+            if home is None and newest is not None and not self._members.is_here(newest.owner):
+                home = newest.owner  # it is down, and nobody else can say more
+        if home is not None:
+            self._homes[id] = home
+            if len(self._homes) > HOMES_REMEMBERED:
+                self._homes.popitem(last=False)
+        return home
+
+    def forget(self, id: str, wrong: bytes) -> None:
+        """It is not there: the next look does not believe the record that says so."""
+        if self._homes.get(id) == wrong:
+            self._homes[id] = b""
+
+    async def _ask_all(self, id: str) -> bytes | None:
+        members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        answers = await self.everyone(members, FindHome(workflow=id), FoundHome)
+        best: tuple[int, bool, bytes] | None = None
+        for member, found in answers:
+            if not isinstance(found, FoundHome):
+                continue
+            where = member.contact.id if found.here else found.home
+            if any(where) and self._members.is_here(where):
+                row = (found.epoch, found.here, where)
+                best = row if best is None else max(best, row)
+        return best[2] if best else None
+
+    async def everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
+        """What each of them answers; None where one does not."""
+        slots = asyncio.Semaphore(FAN_OUT)
+
+        async def one(member: Member) -> tuple[Member, Any]:
+            async with slots:
+                try:
+                    return member, await self._rpc.call(member.contact, message, kind, ANSWER_S)
+                except CallFailed:
+                    return member, None
+
+        return list(await asyncio.gather(*map(one, members)))

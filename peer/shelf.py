@@ -1,0 +1,204 @@
+"""Copies of journals on this peer's disk: what `protocols.keeping` writes and reads again.
+
+While one batch is being written the next gathers, so a busy peer pays one sync for many entries of
+many journals; what nobody waits for (`soon`) goes with the next that somebody does, or after a
+moment. A disk that refuses is tried again, in order, and nothing is acknowledged meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgpack
+
+from protocols.keeping.replica import Replica
+from protocols.keeping.shelf import Write
+from protocols.messages import Entry
+
+from .database import DatabaseError, Statement
+
+log = logging.getLogger("valence.journal")
+
+RETRY_S_MAX = 5.0
+SOON_S = 0.02
+
+
+class Disk(Protocol):
+    """A database, real or simulated."""
+
+    def begin(self, statements: list[Statement], patient: bool = False) -> asyncio.Future[None]: ...
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[Any]: ...
+
+
+class Shelf:
+    def __init__(self, database: Disk, clock: Callable[[], float]) -> None:
+        self.trouble = ""
+        self._database = database
+        self._clock = clock
+        self._waiting: list[Statement] = []
+        self._next: asyncio.Future[None] | None = None
+        self._current: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ends: dict[str, tuple[str, float]] = {}  # journals whose end is not agreed on yet
+        self._promised: dict[str, int] = {}  # as it is on disk, or on its way there
+
+    # ----------------------------------------------------------------- writing
+
+    def write(self, writes: Sequence[Write], soon: bool = False) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        for one in writes:
+            self._waiting.extend(self._statements(one))
+        if not self._waiting:
+            if self._current is not None:
+                return self._current
+            done = loop.create_future()
+            done.set_result(None)
+            return done
+        if self._next is None:
+            self._next = loop.create_future()
+        found = self._next
+        if not soon:
+            self._start()
+        elif self._timer is None:
+            self._timer = loop.call_later(SOON_S, self._start)
+        return found
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and (self._writer is None or self._writer.done()):
+            self._writer = asyncio.ensure_future(self._write_all())
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            self._current, self._next = self._next, None
+            done = self._current
+            assert done is not None
+            delay_s = 0.05
+            while True:
+                try:
+                    await asyncio.shield(self._database.begin(batch))
+                    self.trouble = ""
+                    break
+                except (DatabaseError, sqlite3.Error) as error:
+                    self.trouble = str(error)
+                    log.error("journals can't be written, trying again: %s", error)
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(RETRY_S_MAX, delay_s * 2)
+            self._current = None
+            done.set_result(None)
+
+    def first(self, write: Write, patient: bool) -> asyncio.Future[None]:
+        """Of a journal that is born here: a disk that refuses it says so."""
+        return self._database.begin(self._statements(write), patient)
+
+    def _statements(self, one: Write) -> list[Statement]:
+        workflow = one.workflow
+        found: list[Statement] = []
+        if one.forget:
+            self._ends.pop(workflow, None)
+            found.append(("delete from entries where workflow = ?", (workflow,)))
+            found.append(("delete from workflows where id = ?", (workflow,)))
+        if one.cut_at is not None:
+            self._ends.pop(workflow, None)
+            sql = "delete from entries where workflow = ? and seq >= ?"
+            found.append((sql, (workflow, one.cut_at)))
+        if one.forget or self._promised.get(workflow) != one.promised:
+            sql = (
+                "insert into copies values (?, ?, ?, ?) on conflict (workflow) do update "
+                "set promised = excluded.promised, here = excluded.here, at = excluded.at"
+            )
+            row = (workflow, one.promised, 0 if one.forget else 1, self._clock())
+            found.append((sql, row))
+            self._promised[workflow] = one.promised
+            if one.forget:
+                del self._promised[workflow]
+        for seq, epoch, at, kind, body in one.entries:
+            sql = "insert into entries values (?, ?, ?, ?, ?, ?)"
+            found.append((sql, (workflow, seq, epoch, at, kind, body)))
+            if kind == "submitted":
+                said = unpack(body)
+                sql = "insert or replace into workflows values (?, ?, ?, 'running', ?, null, ?)"
+                about = (workflow, said["name"], said["owner"], at, said["tasks"])
+                found.append((sql, about))
+            elif kind == "ended":
+                self._ends[workflow] = unpack(body)["state"], at
+        if one.over:
+            known = workflow in self._ends
+            state, ended_at = self._ends.pop(workflow) if known else self._end(workflow)
+            sql = "update workflows set state = ?, ended_at = ? where id = ?"
+            found.append((sql, (state, ended_at, workflow)))
+            self._promised.pop(workflow, None)
+        return found
+
+    def _end(self, workflow: str) -> tuple[str, float]:
+        sql = "select body, at from entries where workflow = ? and kind = 'ended'"
+        body, at = self._database.read(sql, (workflow,))[-1]
+        return unpack(body)["state"], at
+
+    # ----------------------------------------------------------------- reading
+
+    def entries(self, workflow: str, start: int, end: int, bytes_max: int) -> list[Entry]:
+        sql = (
+            "select seq, epoch, at, kind, body from entries "
+            "where workflow = ? and seq >= ? and seq < ? order by seq limit 1000"
+        )
+        found: list[Entry] = []
+        for row in self._database.read(sql, (workflow, start, end)):
+            entry = Entry(*row)
+            bytes_max -= len(entry.body) + 60
+            if found and bytes_max < 0:
+                break
+            found.append(entry)
+        return found
+
+    def unfinished(self) -> list[Replica]:
+        sql = (
+            "select copies.workflow from copies left join workflows on workflows.id = workflow "
+            "where here = 1 and ended_at is null"
+        )
+        rows = self._database.read(sql)
+        found = [self.replica(workflow) for (workflow,) in rows]
+        return [replica for replica in found if replica is not None]
+
+    def replica(self, workflow: str) -> Replica | None:
+        sql = "select promised from copies where workflow = ? and here = 1"
+        rows = self._database.read(sql, (workflow,))
+        if not rows:
+            return None
+        replica = Replica(workflow, promised=rows[0][0])
+        sql = (
+            "select epoch, min(seq), max(seq) from entries where workflow = ? "
+            "group by epoch order by min(seq)"
+        )
+        for epoch, first, last in self._database.read(sql, (workflow,)):
+            replica.starts.append((first, epoch))
+            replica.count = last + 1
+        sql = (
+            "select seq, epoch, at, kind, body from entries where workflow = ? "
+            "and kind in ('keepers', 'forced', 'ended') order by seq"
+        )
+        for row in self._database.read(sql, (workflow,)):
+            replica.note(Entry(*row))
+        sql = "select 1 from workflows where id = ? and ended_at is not null"
+        if self._database.read(sql, (workflow,)):
+            replica.committed = replica.ended_at_count
+        return replica
+
+    def tombstone(self, workflow: str) -> int:
+        sql = "select promised from copies where workflow = ?"
+        rows = self._database.read(sql, (workflow,))
+        return int(rows[0][0]) if rows else 0
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = msgpack.unpackb(body, use_list=False, strict_map_key=False)
+    return found

@@ -1,0 +1,1 @@
+"""A workflow's journal on several peers: its keepers agree on every entry, and on who writes it."""

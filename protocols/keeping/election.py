@@ -1,0 +1,323 @@
+"""Who is home, when the one before is gone: the keepers agree on one of them.
+
+Rules:
+- A keeper stands for a journal when it has reason to believe that nobody is its home: the failure
+  detector doubts the home or says it was started anew, or this peer itself has just started. The
+  keepers stand one after another, so that mostly the first one is not disturbed.
+- It first asks whether it *would* be elected. Only then does it make promises of its own and asks
+  for those of others: a keeper who sees things that others do not see disturbs nobody.
+- Nobody votes against a home that it believes to be there. Nobody votes who has no copy: it may
+  have had one once.
+- Elected, a home writes an entry of its own epoch. When a majority has that, it has all before it:
+  only then does it go on with the workflow.
+- All journals that lost their home together are asked for in one message to each keeper.
+- Where a majority of keepers is lost for longer than a limit, the best copy that is left goes on by
+  itself, under an epoch far above, and says so. Its lost keepers, should they come back, hear of
+  that epoch from it and give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgpack
+
+from ..members import State
+from ..messages import Candidacy, Contact, Elect, Elected, Vote
+from ..rpc import CallFailed
+from .keeping import Keeping
+from .replica import Replica, forced, majority, next_epoch, shown
+from .shelf import Write
+
+CHECK_S = 5.0
+#: a keeper that has heard from no home for so long asks around
+SILENCE_S = 600.0
+
+
+@dataclass(slots=True)
+class _Due:
+    at: float
+    tries: int = 0
+
+
+class Elections:
+    def __init__(self, keeping: Keeping, on_home: Callable[[str], None]) -> None:
+        self._keeping = keeping
+        self._on_home = on_home
+        self._due: dict[str, _Due] = {}
+        self._wake = asyncio.Event()
+        self._seen: dict[str, int] = {}  # the highest epoch heard of, where it was above ours
+        self._lost_since: dict[str, float] = {}
+        self._started = False
+        keeping.on_vacant = self.vacant
+        keeping.on_followed = self.followed
+        keeping.rpc.on(Elect, self._elect)
+
+    def start(self) -> None:
+        """The others are known: see to what is here from before."""
+        self._started = True
+        for workflow in self._keeping.replicas:
+            if workflow not in self._keeping.leads:
+                self.vacant(workflow)
+
+    def vacant(self, workflow: str) -> None:
+        """Its home may be gone: stand for it, in turn."""
+        replica = self._keeping.replicas.get(workflow)
+        if not self._started or replica is None or workflow in self._due:
+            return
+        self._due[workflow] = _Due(self._now() + self._turn_s(replica))
+        self._wake.set()
+
+    def followed(self, workflow: str) -> None:
+        """There is a home, or no copy: nothing to stand for."""
+        self._due.pop(workflow, None)
+        self._seen.pop(workflow, None)
+        self._lost_since.pop(workflow, None)
+
+    def reason(self, workflow: str) -> str:
+        """In words, for who asks why nothing happens: what a copy here waits for."""
+        replica = self._keeping.replicas.get(workflow)
+        if replica is None:
+            return ""
+        here = [k for k in replica.keepers if self._keeping.members.is_here(k)]
+        count = len(replica.keepers)
+        if len(here) < majority(count):
+            return f"only {len(here)} of its {count} keepers are here; it goes on with a majority"
+        return "its keepers are agreeing on a new home"
+
+    def _turn_s(self, replica: Replica) -> float:
+        config, rng = self._keeping.config, self._keeping.rng
+        members, me = self._keeping.members, self._keeping.rpc.me.id
+        before = 0
+        for keeper in replica.keepers:
+            if keeper == me:
+                break
+            member = members.get(keeper)
+            before += member is not None and member.state == State.ALIVE
+        return config.stand_step_s * (before + rng.random() / 3)
+
+    # ----------------------------------------------------------------- driving
+
+    async def run(self) -> None:
+        check_at = self._now() + CHECK_S
+        while True:
+            soonest = min((due.at for due in self._due.values()), default=math.inf)
+            wait_s = max(0.0, min(soonest, check_at) - self._now())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            now = self._now()
+            batch = [w for w, due in self._due.items() if due.at <= now]
+            batch = [w for w in batch if w in self._keeping.replicas]
+            if batch:
+                await self._stand(batch[: self._keeping.config.stand_batch_max])
+            if now >= check_at:
+                check_at = self._now() + CHECK_S
+                await self._look_for_lost(now)
+
+    async def _stand(self, batch: list[str]) -> None:
+        keeping = self._keeping
+        known = {w: max(self._seen.get(w, 0), keeping.replicas[w].promised) for w in batch}
+        epochs = {w: next_epoch(known[w], keeping.rpc.me.id) for w in batch}
+        would = self._counted(epochs, await self._poll(epochs, trial=True))
+        epochs = {w: e for w, e in epochs.items() if w in would and self._still(w, e)}
+        if epochs:
+            writes = []
+            for workflow, epoch in epochs.items():
+                replica = keeping.replicas[workflow]
+                replica.promised, replica.home = epoch, b""
+                writes.append(Write(workflow, epoch))
+            await keeping.shelf.write(writes)
+            elected = self._counted(epochs, await self._poll(epochs, trial=False))
+            for workflow in elected:
+                replica = keeping.replicas[workflow]
+                if replica.promised == epochs[workflow] and workflow not in keeping.leads:
+                    self._take_office(workflow, epochs[workflow], "home", "its keepers chose it")
+        now = self._now()
+        for workflow in batch:
+            due = self._due.get(workflow)
+            if due is None or workflow in keeping.leads:
+                self._due.pop(workflow, None)
+                continue
+            due.tries += 1
+            pause_s = min(keeping.config.stand_again_s_max, 0.3 * 2 ** min(due.tries, 10))
+            due.at = now + pause_s * (0.5 + keeping.rng.random())
+
+    def _still(self, workflow: str, epoch: int) -> bool:
+        """Nothing has come between the question and this."""
+        replica = self._keeping.replicas.get(workflow)
+        return replica is not None and workflow in self._due and replica.promised < epoch
+
+    def _take_office(
+        self, workflow: str, epoch: int, kind: str, why: str, keepers: tuple[bytes, ...] = ()
+    ) -> None:
+        keeping = self._keeping
+        self._due.pop(workflow, None)
+        self._seen.pop(workflow, None)
+        self._lost_since.pop(workflow, None)
+        keeping.lead(workflow, epoch)
+        body: dict[str, object] = {"home": keeping.rpc.me.id, "epoch": shown(epoch), "why": why}
+        if keepers:
+            body["keepers"] = keepers
+        keeping.append(
+            workflow, kind, msgpack.packb(body), then=lambda: self._in_office(workflow, epoch)
+        )
+
+    def _in_office(self, workflow: str, epoch: int) -> None:
+        if self._keeping.epoch(workflow) == epoch:
+            self._on_home(workflow)
+            self._keeping.on_news(workflow)
+
+    async def _poll(self, epochs: dict[str, int], trial: bool) -> dict[str, list[Vote]]:
+        keeping = self._keeping
+        by_keeper: dict[bytes, list[Candidacy]] = {}
+        for workflow, epoch in epochs.items():
+            replica = keeping.replicas[workflow]
+            asked = Candidacy(workflow, epoch, replica.count, replica.last_epoch, trial)
+            for keeper in replica.keepers:
+                if keeper != keeping.rpc.me.id and keeping.members.is_here(keeper):
+                    by_keeper.setdefault(keeper, []).append(asked)
+        found: dict[str, list[Vote]] = {}
+        calls = [self._ask(keeper, asks, found) for keeper, asks in by_keeper.items()]
+        await asyncio.gather(*calls)
+        return found
+
+    async def _ask(
+        self, keeper: bytes, asks: list[Candidacy], found: dict[str, list[Vote]]
+    ) -> None:
+        contact = self._keeping.members.contact(keeper)
+        if contact is None:
+            return
+        limit_s = self._keeping.config.stand_answer_s
+        try:
+            message = Elect(candidacies=tuple(asks))
+            answer = await self._keeping.rpc.call(contact, message, Elected, limit_s, probing=True)
+        except CallFailed:
+            return
+        for asked, vote in zip(asks, answer.votes, strict=False):
+            if vote.workflow == asked.workflow:
+                found.setdefault(vote.workflow, []).append(vote)
+
+    def _counted(self, epochs: dict[str, int], votes: dict[str, list[Vote]]) -> set[str]:
+        """Those that a majority is for, this peer's own vote among them."""
+        keeping = self._keeping
+        won: set[str] = set()
+        for workflow, epoch in epochs.items():
+            replica = keeping.replicas.get(workflow)
+            if replica is None:
+                continue
+            mine = votes.get(workflow, [])
+            for vote in mine:
+                self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
+            if any(vote.outsider for vote in mine):
+                keeping.drop(workflow)
+                continue
+            if any(forced(vote.epoch) > forced(epoch) for vote in mine):
+                continue  # a home went on without a majority: it holds, though it is outvoted
+            granted = 1 + sum(vote.granted for vote in mine)
+            if granted >= majority(len(replica.keepers)):
+                won.add(workflow)
+                continue
+            home = next((v.home for v in mine if v.home and v.home != keeping.rpc.me.id), b"")
+            if home and keeping.members.is_here(home) and not replica.home:
+                replica.home = home  # it will be heard of; if not, the detector says so
+        return won
+
+    # ----------------------------------------------------------------- voting
+
+    async def _elect(self, sender: Contact, message: Elect) -> Elected:
+        writes: list[Write] = []
+        votes = [self._vote(sender.id, asked, writes) for asked in message.candidacies]
+        if writes:
+            await self._keeping.shelf.write(writes)
+        return Elected(votes=tuple(votes))
+
+    def _vote(self, candidate: bytes, asked: Candidacy, writes: list[Write]) -> Vote:
+        keeping = self._keeping
+        workflow = asked.workflow
+        replica = keeping.replicas.get(workflow) or keeping.shelf.replica(workflow)
+        if replica is None:
+            promised = keeping.shelf.tombstone(workflow)
+            return Vote(workflow, False, promised, "there is no copy of it here")
+        promised = replica.promised
+        agreed = replica.agreed_keepers
+        if agreed and replica.config_agreed and candidate not in agreed:
+            why = "you are no keeper of it any more"
+            return Vote(workflow, False, promised, why, replica.home, outsider=True)
+        why = replica.why_not(asked) or self._loyal(replica, candidate)
+        if why and replica.over and workflow not in keeping.leads:
+            keeping.replicas[workflow] = replica  # it was away when this ended: tell it how
+            self.vacant(workflow)
+        if why:
+            return Vote(workflow, False, promised, why, replica.home)
+        if not asked.trial:
+            keeping.replicas[workflow] = replica
+            replica.promised = asked.epoch
+            replica.home = b""
+            keeping.depose(workflow)
+            writes.append(Write(workflow, asked.epoch))
+            due = self._due.setdefault(workflow, _Due(0.0))  # should nothing come of it
+            due.at = self._now() + keeping.config.stand_again_s_max
+            self._wake.set()
+        return Vote(workflow, True, replica.promised)
+
+    def _loyal(self, replica: Replica, candidate: bytes) -> str:
+        """Why no other home is wanted; empty if one is."""
+        home = replica.home
+        if replica.workflow in self._keeping.leads:
+            return "this peer is its home"
+        if not home or home == candidate:
+            return ""
+        member = self._keeping.members.get(home)
+        if member is not None and member.state == State.ALIVE:
+            return f"peer {home.hex()[:8]} is its home, and there"
+        return ""
+
+    # ----------------------------------------------------------------- a majority is lost
+
+    async def _look_for_lost(self, now: float) -> None:
+        keeping = self._keeping
+        limit_s = keeping.config.majority_lost_s
+        for workflow, replica in list(keeping.replicas.items()):
+            here = [k for k in replica.keepers if keeping.members.is_here(k)]
+            if len(here) >= majority(len(replica.keepers)) or keeping.rpc.me.id not in here:
+                self._lost_since.pop(workflow, None)
+                continue
+            since = self._lost_since.setdefault(workflow, now)
+            if now - since >= limit_s:
+                await self._force(workflow, replica, here)
+
+    async def _force(self, workflow: str, replica: Replica, here: Iterable[bytes]) -> None:
+        """This copy goes on by itself, if none of those that are left is better."""
+        keeping, me = self._keeping, self._keeping.rpc.me.id
+        known = max(self._seen.get(workflow, 0), replica.promised)
+        epoch = next_epoch(known, me, force=True)
+        votes: dict[str, list[Vote]] = {}
+        asked = Candidacy(workflow, epoch, replica.count, replica.last_epoch, trial=True)
+        others = [k for k in here if k != me]
+        await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
+        mine = votes.get(workflow, [])
+        better = any(v.outsider or "behind" in v.why or v.epoch > known for v in mine)
+        if better or len(mine) < len(others) or replica.promised > known:
+            return
+        lost = len(replica.keepers) - 1 - len(others)
+        keeping.depose(workflow)
+        replica.promised = epoch
+        await keeping.shelf.write([Write(workflow, epoch)])
+        if replica.promised == epoch and workflow in keeping.replicas:
+            keeping.counts["homes_forced"] += 1
+            why = (
+                f"{lost} of its {len(replica.keepers)} keepers were gone for longer than "
+                f"{keeping.config.majority_lost_s:g} s: it goes on from this copy alone, and runs "
+                "again what this copy does not show to be finished"
+            )
+            self._take_office(workflow, epoch, "forced", why, (me,))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,536 @@
+"""The keeping of journals: as their home, and as a keeper for other homes.
+
+Rules:
+- An entry counts once a majority of the journal's keepers has it on disk; only then do waiters hear
+  of it (`kept`), and only then does what follows from it happen (`then`).
+- A keeper answers for what is on its disk, never for what is on its way there.
+- A home that hears of a higher epoch is none any more: everybody who waits hears `Deposed`.
+- All that a home has for one keeper goes in one message, whatever journals it is of; while that is
+  under way the next one gathers. So a busy home costs a keeper few syncs, and an idle one nothing:
+  whether a home lives is the failure detector's to say, there are no heartbeats here.
+- A copy that is given up leaves its promise behind. Without that, a peer that was replaced could be
+  made to agree once more to what an old home says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgpack
+
+from ..config import Config
+from ..members import Members, State
+from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
+from ..rpc import CallFailed, Refused, Rpc
+from .place import closest
+from .replica import CONFIGS, Replica, keepers_of, majority, next_epoch, shown
+from .shelf import Shelf, Write
+
+Then = Callable[[], None]
+
+
+class Deposed(Exception):
+    """This peer is not the workflow's home any more."""
+
+
+@dataclass(slots=True)
+class Lead:
+    """What the home of a journal knows beyond its own copy."""
+
+    epoch: int
+    synced: int = 0  # entries on this peer's own disk
+    have: dict[bytes, int] = field(default_factory=dict)  # on the other keepers' disks
+    sent: dict[bytes, int] = field(default_factory=dict)  # believed to be there: what to go on from
+    told: dict[bytes, int] = field(default_factory=dict)  # how many they know to be committed
+    tail: deque[Entry] = field(default_factory=deque)  # the newest entries
+    waiters: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
+    then: deque[tuple[int, Then]] = field(default_factory=deque)
+    syncing: tuple[asyncio.Future[None], list[int]] | None = None
+    alone: bool = True  # born here and on no other disk yet
+    parting: dict[bytes, int] = field(default_factory=dict)  # ex-keepers → the entry that says so
+
+
+@dataclass(slots=True)
+class _Courier:
+    """To one keeper: which journals have news for it."""
+
+    dirty: dict[str, None] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+
+
+class Keeping:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        shelf: Shelf,
+        clock: Callable[[], float],
+        rng: random.Random,
+        config: Config,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.config = config
+        self.members = members
+        self.rng = rng
+        self.rpc = rpc
+        self.shelf = shelf
+        self.replicas: dict[str, Replica] = {}
+        self.leads: dict[str, Lead] = {}
+        self.on_deposed: Callable[[str], None] = lambda workflow: None
+        self.on_committed: Callable[[str], None] = lambda workflow: None
+        self.on_vacant: Callable[[str], None] = lambda workflow: None  # its home is not known
+        self.on_followed: Callable[[str], None] = lambda workflow: None
+        self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
+        self.on_doubt: Callable[[Contact], None] = lambda contact: None
+        self._clock = clock
+        self._couriers: dict[bytes, _Courier] = {}
+        self._closing: set[str] = set()  # copies on their way from the disk
+        rpc.on(Keep, self._keep)
+        members.listen(self._member_changed)
+
+    def load(self) -> None:
+        """After a start: nobody is home of anything until the keepers agree on it anew."""
+        for replica in self.shelf.unfinished():
+            self.replicas[replica.workflow] = replica
+
+    # ----------------------------------------------------------------- as a home
+
+    def choose(self, workflow: str) -> tuple[bytes, ...]:
+        """This peer and the closest others: an odd number, as many as wanted and there."""
+        me = self.rpc.me.id
+        others = [m.contact.id for m in self.members.here() if m.state == State.ALIVE]
+        wanted = min(self.config.keepers, len(others))
+        wanted -= 1 - wanted % 2
+        others.remove(me)
+        return (me, *closest(workflow, others, wanted - 1))
+
+    def found(
+        self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool
+    ) -> tuple[float, asyncio.Future[None]]:
+        """A new journal, whose home this is: its keepers, then these entries.
+
+        Its time, and when it is on this peer's own disk. The others hear of it then: a disk that
+        refuses it leaves nothing anywhere, once it is abandoned."""
+        keepers = self.choose(workflow)
+        epoch = next_epoch(self.shelf.tombstone(workflow), self.rpc.me.id)
+        replica = Replica(workflow, promised=epoch, home=self.rpc.me.id)
+        self.replicas[workflow] = replica
+        lead = self.leads[workflow] = Lead(epoch)
+        at = self._clock()
+        config = msgpack.packb({"keepers": keepers})
+        entries = tuple(
+            Entry(seq, epoch, at, kind, body)
+            for seq, (kind, body) in enumerate([("keepers", config), *bodies])
+        )
+        for entry in entries:
+            replica.add(entry)
+            lead.tail.append(entry)
+        alone = len(keepers) == 1
+        done = self.shelf.first(Write(workflow, epoch, None, entries), patient and alone)
+        self._sync(replica, lead, done)
+        return at, done
+
+    def abandon(self, workflow: str) -> None:
+        """Its first entries never got onto this disk, and so onto no other."""
+        self.leads.pop(workflow, None)
+        replica = self.replicas.pop(workflow, None)
+        if replica is not None:
+            self.shelf.write([Write(workflow, replica.promised, forget=True)], soon=True)
+
+    def append(
+        self,
+        workflow: str,
+        kind: str,
+        body: bytes,
+        soon: bool = False,
+        then: Then | None = None,
+    ) -> float:
+        """An entry's time. `then` is called when a majority has it; never, if that never is."""
+        replica, lead = self.replicas[workflow], self.leads[workflow]
+        at = self._clock()
+        entry = Entry(replica.count, lead.epoch, at, kind, body)
+        replica.add(entry)
+        lead.tail.append(entry)
+        if then is not None:
+            lead.then.append((replica.count, then))
+        done = self.shelf.write([Write(workflow, lead.epoch, None, (entry,))], soon)
+        self._sync(replica, lead, done)
+        if not lead.alone:
+            self._tell_keepers(replica)
+        self.counts["entries"] += 1
+        return at
+
+    def is_home(self, workflow: str) -> bool:
+        return workflow in self.leads
+
+    def epoch(self, workflow: str) -> int:
+        lead = self.leads.get(workflow)
+        return lead.epoch if lead else 0
+
+    async def kept(self, workflow: str) -> None:
+        """All that was appended so far is on a majority's disks; or `Deposed`."""
+        lead = self.leads.get(workflow)
+        if lead is None:
+            copy = self.shelf.replica(workflow)
+            if copy is not None and copy.over:
+                return
+            raise Deposed(workflow)
+        replica = self.replicas[workflow]
+        if replica.committed >= replica.count:
+            return
+        self.shelf.write([])  # somebody waits: now, not soon
+        if lead.waiters and lead.waiters[-1][0] == replica.count:
+            future = lead.waiters[-1][1]
+        else:
+            future = asyncio.get_running_loop().create_future()
+            lead.waiters.append((replica.count, future))
+        await asyncio.shield(future)
+
+    def follows(self, workflow: str) -> bytes | None:
+        """The home of a copy here, empty if that is not known; None if there is no copy."""
+        replica = self.replicas.get(workflow)
+        return None if replica is None else replica.home
+
+    def company(self) -> set[bytes]:
+        """Those who keep journals of this home, and the homes of journals kept here."""
+        found = {k for w in self.leads for k in self.replicas[w].keepers}
+        return found | {r.home for r in self.replicas.values() if r.home}
+
+    def unkept(self, workflow: str) -> str:
+        """In words: why what its home writes does not count, while that is so."""
+        replica = self.replicas.get(workflow)
+        if replica is None or replica.committed >= replica.count:
+            return ""
+        count = len(replica.keepers)
+        here = sum(self.members.is_here(k) for k in replica.keepers)
+        if here >= majority(count):
+            return ""
+        return f"only {here} of the {count} keepers of its journal are here, a majority is needed"
+
+    def committed(self, workflow: str) -> int:
+        replica = self.replicas.get(workflow)
+        return replica.committed if replica else 0
+
+    def _sync(self, replica: Replica, lead: Lead, done: asyncio.Future[None]) -> None:
+        """One look when a batch is on disk, however many of a journal's entries were in it."""
+        if lead.syncing is not None and lead.syncing[0] is done:
+            lead.syncing[1][0] = replica.count
+            return
+        reached = [replica.count]
+        lead.syncing = done, reached
+        done.add_done_callback(lambda done: self._synced(replica, lead, done, reached[0]))
+
+    def _synced(self, replica: Replica, lead: Lead, done: asyncio.Future[None], count: int) -> None:
+        if done.cancelled() or done.exception() or self.leads.get(replica.workflow) is not lead:
+            return
+        lead.synced = max(lead.synced, count)
+        if lead.alone:
+            lead.alone = False
+            self._tell_keepers(replica)
+        self.advance(replica, lead)
+
+    def advance(self, replica: Replica, lead: Lead) -> None:
+        """Somebody's disk has more: perhaps a majority has."""
+        me = self.rpc.me.id
+        have = [lead.synced if k == me else lead.have.get(k, 0) for k in replica.keepers]
+        reached = replica.agreed(have, lead.epoch)
+        if reached <= replica.committed:
+            return
+        was_over, before = replica.over, replica.committed
+        replica.committed = reached
+        while lead.waiters and lead.waiters[0][0] <= reached:
+            _, future = lead.waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+        if replica.over and not was_over:
+            done = self.shelf.write([Write(replica.workflow, lead.epoch, over=True)], soon=True)
+            done.add_done_callback(lambda _: self._let_go(replica, lead))
+            self._tell_keepers(replica)  # that it is: nobody needs to ask again
+        self.on_committed(replica.workflow)
+        while lead.then and lead.then[0][0] <= reached:
+            lead.then.popleft()[1]()
+        if before <= replica.configs[-1][0] < reached and self.leads.get(replica.workflow) is lead:
+            for keeper in lead.parting:
+                self.tell(keeper, replica.workflow)
+            self.on_news(replica.workflow)
+        self._trim(replica, lead)
+
+    def _let_go(self, replica: Replica, lead: Lead) -> None:
+        """It is over, and a majority knows: the disks have it, and memory needs it no more.
+
+        A keeper that was away asks when it is back, and is told."""
+        if not replica.over or self.leads.get(replica.workflow) is not lead:
+            return
+        others = [k for k in replica.keepers if k != self.rpc.me.id]
+        here = [k for k in others if self.members.is_here(k)]
+        known = sum(lead.told.get(k, 0) >= replica.ended_at_count for k in here)
+        if known == len(here) and known + 1 >= majority(len(replica.keepers)):
+            del self.leads[replica.workflow], self.replicas[replica.workflow]
+
+    def _trim(self, replica: Replica, lead: Lead) -> None:
+        me = self.rpc.me.id
+        kept = [lead.have.get(k, 0) for k in replica.keepers if k != me]
+        least = min(kept, default=replica.committed)
+        tail = lead.tail
+        while tail and (
+            tail[0].seq < min(least, lead.synced)
+            or (len(tail) > self.config.tail_entries_max and tail[0].seq < lead.synced)
+        ):
+            tail.popleft()
+
+    def depose(self, workflow: str) -> None:
+        lead = self.leads.pop(workflow, None)
+        if lead is None:
+            return
+        self.counts["deposed"] += 1
+        replica = self.replicas[workflow]
+        if replica.home == self.rpc.me.id:
+            replica.home = b""
+        for _, future in lead.waiters:
+            if not future.done():
+                future.set_exception(Deposed(workflow))
+                future.exception()
+        self.on_deposed(workflow)
+        if not replica.home:
+            self.on_vacant(workflow)
+
+    def lead(self, workflow: str, epoch: int) -> Lead:
+        """A majority has granted this epoch: the first entry of it says so to everybody."""
+        replica = self.replicas[workflow]
+        replica.home = self.rpc.me.id
+        lead = self.leads[workflow] = Lead(epoch, synced=replica.count, alone=False)
+        for keeper in replica.keepers:
+            lead.sent[keeper] = replica.count
+        self.counts["homes_taken"] += 1
+        return lead
+
+    # ----------------------------------------------------------------- to the keepers
+
+    def _tell_keepers(self, replica: Replica) -> None:
+        for keeper in (*replica.keepers, *self.leads[replica.workflow].parting):
+            if keeper != self.rpc.me.id:
+                self.tell(keeper, replica.workflow)
+
+    def tell(self, keeper: bytes, workflow: str) -> None:
+        courier = self._couriers.get(keeper)
+        if courier is None:
+            courier = self._couriers[keeper] = _Courier()
+        courier.dirty[workflow] = None
+        if courier.task is None:
+            courier.task = asyncio.ensure_future(self._deliver(keeper, courier))
+
+    async def _deliver(self, keeper: bytes, courier: _Courier) -> None:
+        """Until it has all. One that is away hears the rest when it is back."""
+        delay_s = 0.1
+        try:
+            await asyncio.sleep(0)  # what is appended in this round goes along
+            while courier.dirty:
+                contact = self.members.contact(keeper)
+                if contact is None or not self.members.is_here(keeper):
+                    return
+                slices = self._slices(keeper, courier)
+                if not slices:
+                    continue
+                if await self._send(contact, slices):
+                    delay_s = 0.1
+                else:
+                    for one in slices:
+                        courier.dirty[one.workflow] = None
+                    await asyncio.sleep(delay_s * (0.75 + self.rng.random() / 2))
+                    delay_s = min(1.0, delay_s * 2)
+        finally:
+            del self._couriers[keeper]
+
+    def _slices(self, keeper: bytes, courier: _Courier) -> list[Slice]:
+        found: list[Slice] = []
+        left = self.config.keep_bytes_max
+        while courier.dirty and left > 0 and len(found) < self.config.keep_slices_max:
+            workflow = next(iter(courier.dirty))
+            del courier.dirty[workflow]
+            lead, replica = self.leads.get(workflow), self.replicas.get(workflow)
+            if lead is None or replica is None:
+                continue
+            if keeper not in replica.keepers and keeper not in lead.parting:
+                continue
+            start = min(lead.sent.get(keeper, 0), replica.count)
+            entries = self._stretch(lead, replica, start, left)
+            if not entries and not self._has_news(replica, lead, keeper):
+                continue
+            left -= 100 + sum(len(entry.body) + 60 for entry in entries)
+            before_epoch = replica.epoch_at(start - 1)
+            found.append(
+                Slice(workflow, lead.epoch, start, before_epoch, replica.committed, entries)
+            )
+            if start + len(entries) < replica.count:
+                courier.dirty[workflow] = None
+        return found
+
+    def _has_news(self, replica: Replica, lead: Lead, keeper: bytes) -> bool:
+        """Without any entry for it: that it should say what it has, or that something counts."""
+        unheard = keeper not in lead.have and keeper not in lead.parting
+        untold = lead.told.get(keeper, 0) < replica.committed
+        return unheard or (untold and (replica.over or keeper in lead.parting))
+
+    def _stretch(
+        self, lead: Lead, replica: Replica, start: int, bytes_max: int
+    ) -> tuple[Entry, ...]:
+        """Entries from there on, from memory if they are there; at least one if there is any."""
+        if start >= replica.count:
+            return ()
+        if not lead.tail or lead.tail[0].seq > start:
+            end = lead.tail[0].seq if lead.tail else lead.synced
+            return tuple(self.shelf.entries(replica.workflow, start, end, bytes_max))
+        found: list[Entry] = []
+        for entry in lead.tail:
+            if entry.seq >= start:
+                bytes_max -= len(entry.body) + 60
+                if found and bytes_max < 0:
+                    break
+                found.append(entry)
+        return tuple(found)
+
+    async def _send(self, contact: Contact, slices: list[Slice]) -> bool:
+        loop = asyncio.get_running_loop()
+        doubt = loop.call_later(self.config.keep_doubt_s, self.on_doubt, contact)
+        try:
+            message = Keep.of(tuple(slices))
+            answer = await self.rpc.call(contact, message, Kept, self.config.keep_timeout_s)
+        except CallFailed:
+            self.counts["keeps_failed"] += 1
+            return False
+        finally:
+            doubt.cancel()
+        for one, stored in zip(slices, answer.stored, strict=False):
+            if stored.workflow == one.workflow:
+                self._stored(contact.id, one, stored)
+        return True
+
+    def _stored(self, keeper: bytes, sent: Slice, stored: Stored) -> None:
+        lead, replica = self.leads.get(sent.workflow), self.replicas.get(sent.workflow)
+        if lead is None or replica is None or lead.epoch != sent.epoch:
+            return
+        if stored.epoch > lead.epoch or stored.refusal in ("epoch", "exists"):
+            replica.home = b""
+            self.depose(sent.workflow)
+        elif stored.refusal:
+            lead.sent[keeper] = min(stored.entries, sent.before)
+            lead.have.setdefault(keeper, 0)
+            self.tell(keeper, sent.workflow)
+        else:
+            lead.have[keeper] = max(lead.have.get(keeper, 0), stored.entries)
+            lead.sent[keeper] = max(lead.sent.get(keeper, 0), stored.entries)
+            lead.told[keeper] = max(lead.told.get(keeper, 0), sent.committed)
+            if keeper in lead.parting and sent.committed > lead.parting[keeper]:
+                del lead.parting[keeper]
+            self.advance(replica, lead)
+            if lead.sent[keeper] < replica.count:
+                self.tell(keeper, sent.workflow)
+            elif replica.over:
+                self._let_go(replica, lead)
+
+    # ----------------------------------------------------------------- as a keeper
+
+    async def _keep(self, sender: Contact, message: Keep) -> Kept:
+        for found in message.slices:  # before anything is changed: all of it is taken or nothing
+            in_order = all(e.seq == found.before + i for i, e in enumerate(found.entries))
+            if not in_order or any(e.epoch > found.epoch for e in found.entries):
+                raise Refused("protocol", "entries out of their order")
+            if any(not keepers_of(e) for e in found.entries if e.kind in CONFIGS):
+                raise Refused("protocol", "a journal without keepers")
+            if found.workflow in self._closing:
+                raise Refused("busy", "the copy is being put away")
+        writes: list[Write] = []
+        stored = [self._take(sender.id, found, writes) for found in message.slices]
+        # also without any: what is here since an earlier message may not be on disk yet
+        await self.shelf.write(writes)
+        for found in message.slices:
+            replica = self.replicas.get(found.workflow)
+            if replica is None or found.workflow in self.leads:
+                continue
+            if self._is_out(replica):
+                self.drop(found.workflow)
+            elif replica.over:
+                del self.replicas[found.workflow]  # nothing more is to come: the disk has it
+        return Kept.of(tuple(stored))
+
+    def _take(self, home: bytes, found: Slice, writes: list[Write]) -> Stored:
+        workflow = found.workflow
+        replica = self.replicas.get(workflow) or self.shelf.replica(workflow)
+        promised = replica.promised if replica else self.shelf.tombstone(workflow)
+        if found.epoch < promised:
+            return Stored(workflow, promised, 0, "epoch")
+        if replica is None:
+            if found.before or not found.entries:
+                return Stored(workflow, promised, 0, "gap")
+            replica = Replica(workflow)
+        elif shown(found.epoch) == 1 and replica.count and replica.epoch_at(0) != found.epoch:
+            # born twice, by one key at two peers: the first one here stays
+            return Stored(workflow, replica.promised, 0, "exists")
+        self.replicas[workflow] = replica
+        replica.home = home
+        if found.epoch > replica.promised:
+            self.depose(workflow)
+        news = found.epoch > replica.promised
+        replica.promised = found.epoch
+        was_over = replica.over
+        taken = replica.take(found)
+        self.on_followed(workflow)
+        over = replica.over and not was_over
+        if news or taken.entries or taken.cut_at is not None or over:
+            writes.append(Write(workflow, found.epoch, taken.cut_at, taken.entries, over))
+        self.counts["entries_kept"] += len(taken.entries)
+        return Stored(workflow, found.epoch, taken.agreed, taken.refusal)
+
+    def _is_out(self, replica: Replica) -> bool:
+        """A majority has agreed that this peer is no keeper of it any more."""
+        agreed = replica.agreed_keepers
+        return replica.config_agreed and bool(agreed) and self.rpc.me.id not in agreed
+
+    def drop(self, workflow: str) -> None:
+        """This copy is one too many. What was promised stays."""
+        replica = self.replicas.get(workflow)
+        if replica is None or workflow in self.leads or workflow in self._closing:
+            return
+        self.counts["copies_dropped"] += 1
+        self.on_followed(workflow)
+        self._closing.add(workflow)
+        done = self.shelf.write([Write(workflow, replica.promised, forget=True)])
+        done.add_done_callback(lambda _: self._dropped(workflow))
+
+    def _dropped(self, workflow: str) -> None:
+        self._closing.discard(workflow)
+        self.replicas.pop(workflow, None)
+
+    # ----------------------------------------------------------------- who is there
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        peer = new.contact.id
+        anew = old is not None and old.boot != new.boot
+        if new.state != State.ALIVE or anew:
+            for replica in list(self.replicas.values()):
+                if replica.home == peer:
+                    if anew or new.state >= State.DEAD:
+                        replica.home = b""
+                    self.on_vacant(replica.workflow)
+        elif old is not None and old.state == State.SUSPECT:
+            for replica in list(self.replicas.values()):
+                if replica.home == peer:
+                    self.on_followed(replica.workflow)
+        for workflow, lead in list(self.leads.items()):
+            keepers = self.replicas[workflow].keepers
+            if peer in keepers or len(keepers) < self.config.keepers:
+                self.on_news(workflow)
+            if peer in keepers and new.state == State.ALIVE:
+                if anew:
+                    lead.sent[peer] = lead.have.get(peer, 0)
+                self.tell(peer, workflow)
+
+    async def close(self) -> None:
+        tasks = [c.task for c in self._couriers.values() if c.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

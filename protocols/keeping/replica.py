@@ -1,0 +1,184 @@
+"""One keeper's copy of one journal, as rules without I/O. After Raft, a group for each workflow.
+
+- An *epoch* is a home's time of office. Of two epochs the higher holds; a keeper that has promised
+  one follows no lower one, and a promise is on its disk before it is told. An epoch's number has
+  its candidate in it, so no two candidates ever share one.
+- Entries are taken only where they continue what is here: same sequence, same epoch before them.
+  So two copies that have one entry in common have all before it in common.
+- What a home has not got onto a majority may be cut off by the next one; what it has may not: a
+  candidate needs the votes of a majority, and nobody votes for a copy that is behind its own.
+- A home counts copies only of entries of its own epoch (older ones are carried by those): an entry
+  of an older epoch on a majority may still be overwritten, one below an own entry may not.
+- Who the keepers are is an entry too, in force as soon as it is written. One change at a time, of
+  one keeper: majorities before and after have a peer in common.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgpack
+
+from ..messages import ID_BYTES, Candidacy, Entry, Slice
+
+TAG_BITS = 32
+#: a home that goes on without a majority counts on from so far above that no other catches up
+FORCED_STEP = 2**20
+KEEPERS_MAX = 9
+CONFIGS = ("keepers", "forced")
+
+
+def next_epoch(known: int, me: bytes, force: bool = False) -> int:
+    """Above all that is known, and no other peer's."""
+    number = shown(known) + 1
+    if force:
+        number = (shown(known) // FORCED_STEP + 1) * FORCED_STEP
+    return (number << TAG_BITS) | zlib.crc32(me)
+
+
+def shown(epoch: int) -> int:
+    """For people: how manieth it is."""
+    return epoch >> TAG_BITS
+
+
+def forced(epoch: int) -> int:
+    """How often a home of this line of epochs went on without a majority."""
+    return shown(epoch) // FORCED_STEP
+
+
+def majority(count: int) -> int:
+    return count // 2 + 1
+
+
+def keepers_of(entry: Entry) -> tuple[bytes, ...]:
+    """Of an entry about keepers; none, if it says anything else."""
+    try:
+        found = msgpack.unpackb(entry.body, use_list=False)["keepers"]
+        return tuple(k for k in found[:KEEPERS_MAX] if type(k) is bytes and len(k) == ID_BYTES)
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return ()
+
+
+@dataclass(slots=True)
+class Taken:
+    """What became of a slice: to be cut from here on, to be written, and how many now agree."""
+
+    cut_at: int | None = None
+    entries: tuple[Entry, ...] = ()
+    agreed: int = 0
+    refusal: str = ""
+
+
+@dataclass(slots=True)
+class Replica:
+    workflow: str
+    promised: int = 0
+    count: int = 0  # entries here
+    #: where each epoch's entries begin: its first sequence, and the epoch
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    configs: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    committed: int = 0  # entries known to be on a majority
+    home: bytes = b""  # whom this copy follows; empty: nobody is known
+    ended_at_count: int = 0  # with so many entries committed, it is over
+
+    @property
+    def keepers(self) -> tuple[bytes, ...]:
+        return self.configs[-1][1] if self.configs else ()
+
+    @property
+    def agreed_keepers(self) -> tuple[bytes, ...]:
+        """As a majority has them."""
+        found: tuple[bytes, ...] = ()
+        for seq, keepers in self.configs:
+            if seq < self.committed:
+                found = keepers
+        return found
+
+    @property
+    def config_agreed(self) -> bool:
+        return bool(self.configs) and self.configs[-1][0] < self.committed
+
+    @property
+    def last_epoch(self) -> int:
+        return self.starts[-1][1] if self.starts else 0
+
+    @property
+    def over(self) -> bool:
+        return 0 < self.ended_at_count <= self.committed
+
+    def epoch_at(self, seq: int) -> int:
+        """Of one entry; 0 where there is none."""
+        if not 0 <= seq < self.count:
+            return 0
+        return self.starts[bisect_right(self.starts, (seq, 2**63)) - 1][1]
+
+    # ----------------------------------------------------------------- following
+
+    def take(self, found: Slice) -> Taken:
+        """From a home whose epoch is not below what was promised (the caller has seen to that)."""
+        if found.before > self.count:
+            return Taken(refusal="gap", agreed=self.count)
+        if found.before and self.epoch_at(found.before - 1) != found.before_epoch:
+            # go back over the whole epoch that differs: one round trip for each, not for each entry
+            start = self.starts[bisect_right(self.starts, (found.before - 1, 2**63)) - 1][0]
+            return Taken(refusal="gap", agreed=start)
+        fresh = list(found.entries)
+        while fresh and self.epoch_at(fresh[0].seq) == fresh[0].epoch:
+            fresh.pop(0)
+        cut_at = fresh[0].seq if fresh and fresh[0].seq < self.count else None
+        if cut_at is not None:
+            if cut_at < self.committed and forced(found.epoch) > forced(self.last_epoch):
+                self.committed = cut_at  # its home went on without the majority that this was on
+            self.cut(cut_at)
+        for entry in fresh:
+            self.add(entry)
+        agreed = found.before + len(found.entries)
+        self.committed = max(self.committed, min(found.committed, agreed))
+        return Taken(cut_at, tuple(fresh), agreed)
+
+    def add(self, entry: Entry) -> None:
+        assert entry.seq == self.count, f"entry {entry.seq} behind {self.count}"
+        if self.last_epoch != entry.epoch or not self.starts:
+            self.starts.append((entry.seq, entry.epoch))
+        self.note(entry)
+        self.count += 1
+
+    def note(self, entry: Entry) -> None:
+        """What an entry says of the copy itself."""
+        if entry.kind in CONFIGS:
+            self.configs.append((entry.seq, keepers_of(entry)))
+        elif entry.kind == "ended":
+            self.ended_at_count = entry.seq + 1
+
+    def cut(self, seq: int) -> None:
+        assert seq >= self.committed, "what a majority has is never cut off"
+        self.count = seq
+        while self.starts and self.starts[-1][0] >= seq:
+            self.starts.pop()
+        while self.configs and self.configs[-1][0] >= seq:
+            self.configs.pop()
+        if self.ended_at_count > seq:
+            self.ended_at_count = 0
+
+    # ----------------------------------------------------------------- voting
+
+    def why_not(self, asked: Candidacy) -> str:
+        """Empty: this keeper may vote for it."""
+        if asked.epoch <= self.promised:
+            return f"epoch {shown(self.promised)} is promised already"
+        if (asked.last_epoch, asked.entries) < (self.last_epoch, self.count):
+            return "its copy is behind this one"
+        return ""
+
+    # ----------------------------------------------------------------- leading
+
+    def agreed(self, have: Iterable[int], epoch: int) -> int:
+        """How many entries are on a majority, if each keeper has that many of this home's."""
+        counts = sorted(have, reverse=True)
+        reached = counts[majority(len(counts)) - 1]
+        if reached > self.committed and self.epoch_at(reached - 1) == epoch:
+            return reached
+        return self.committed

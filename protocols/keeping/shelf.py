@@ -1,0 +1,49 @@
+"""What keeping asks of a disk. `peer/` answers it with SQLite, `sim/` with a disk that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..messages import Entry
+from .replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """To one journal's copy, all of it or nothing."""
+
+    workflow: str
+    promised: int
+    cut_at: int | None = None
+    entries: tuple[Entry, ...] = ()
+    over: bool = False  # its end is on a majority
+    forget: bool = False  # the copy goes; that it was promised to follow an epoch stays
+
+
+class Shelf(Protocol):
+    @property
+    def trouble(self) -> str:
+        """Why nothing gets onto the disk, while that is so."""
+
+    def write(self, writes: Sequence[Write], soon: bool = False) -> asyncio.Future[None]:
+        """In the order of the calls; resolved when it is on disk, however long that takes.
+
+        `soon`: nobody waits for it, it may share the sync of what follows."""
+
+    def first(self, write: Write, patient: bool) -> asyncio.Future[None]:
+        """Of a journal that is born here: a disk that refuses it says so, by an exception.
+
+        `patient`: its user waits for more than this."""
+
+    def entries(self, workflow: str, start: int, end: int, bytes_max: int) -> list[Entry]: ...
+
+    def unfinished(self) -> list[Replica]:
+        """All copies whose end is not known to be on a majority, as the disk has them."""
+
+    def replica(self, workflow: str) -> Replica | None: ...
+
+    def tombstone(self, workflow: str) -> int:
+        """The epoch that was promised for a copy that is here no more; 0: there never was one."""

@@ -1,0 +1,81 @@
+"""A home sees to it that its journals have enough keepers that are there.
+
+One change at a time, of one keeper, and the next only when a majority has the one before: first the
+one that is gone is let go, then the closest peer that has no copy is asked in. (Both at once could
+leave two majorities with no peer in common.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgpack
+
+from ..members import State
+from .keeping import Keeping, Lead
+from .place import closest
+from .replica import Replica, majority
+
+PAUSE_S = 0.02
+BATCH_MAX = 200
+
+
+class Tending:
+    def __init__(self, keeping: Keeping) -> None:
+        self._keeping = keeping
+        self._look: dict[str, None] = {}
+        self._wake = asyncio.Event()
+        keeping.on_news = self.look
+
+    def look(self, workflow: str) -> None:
+        self._look[workflow] = None
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(PAUSE_S)  # deaths and arrivals come in crowds
+            self._wake.clear()
+            for workflow in list(self._look)[:BATCH_MAX]:
+                del self._look[workflow]
+                lead = self._keeping.leads.get(workflow)
+                if lead is not None:
+                    self._tend(self._keeping.replicas[workflow], lead)
+            if self._look:
+                self._wake.set()
+
+    def _tend(self, replica: Replica, lead: Lead) -> None:
+        # an entry of this epoch must be on a majority before the set may change: until then a set
+        # that an earlier home has begun to change may still be the one that counts
+        settled = replica.epoch_at(replica.committed - 1) == lead.epoch
+        if not settled or not replica.config_agreed:
+            return
+        keepers = self.wanted(replica)
+        if keepers == replica.keepers:
+            return
+        lead.sent.update({k: 0 for k in keepers if k not in replica.keepers})
+        for gone in set(replica.keepers) - set(keepers):
+            lead.parting[gone] = replica.count
+            lead.have.pop(gone, None)
+        self._keeping.append(replica.workflow, "keepers", msgpack.packb({"keepers": keepers}))
+
+    def wanted(self, replica: Replica) -> tuple[bytes, ...]:
+        """The next set on the way: at most one keeper more or less."""
+        members, me = self._keeping.members, self._keeping.rpc.me.id
+        alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
+        now = replica.keepers
+        there = [k for k in now if k in alive]
+        free = [p for p in alive if p not in now]
+        aim = min(self._keeping.config.keepers, len(there) + len(free))
+        aim -= 1 - aim % 2
+        gone = [k for k in now if k not in alive and k != me]
+        if len(there) < majority(len(now)):
+            return now  # nobody could agree to it
+        if gone and free:
+            return tuple(k for k in now if k != gone[0])
+        if len(now) > max(aim, self._keeping.config.keepers):
+            others = [k for k in now if k != me]
+            return tuple(k for k in now if k != others[-1])
+        if len(now) < aim and free:
+            return (*now, closest(replica.workflow, free, 1)[0])
+        return now
