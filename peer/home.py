@@ -159,7 +159,8 @@ class Home:
             raise Refused("leaving", "this peer is leaving; submit to another one")
         if len(self._active) >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
-        if self.knows(id):
+        named = "idempotency" in options  # else the id was drawn a moment ago
+        if named and (self.knows(id) or self.journal.keeping.follows(id) is not None):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
         about = {
             "name": workflow.name,
@@ -167,7 +168,7 @@ class Home:
             "tasks": len(workflow.tasks),
             "options": json.dumps(options),
         }
-        at, written = self.journal.create(id, about, text, patient)
+        at, written = self.journal.create(id, about, text, patient, named)
         run = Run(id, workflow, at, self._rpc.me.id, owner)
         run.apply("submitted", {}, at, self.journal.keeping.epoch(id))
         # While it is being written, peers are found for it. None but this one is told before it

@@ -39,7 +39,7 @@ class Journal:
         return self._shelf.trouble
 
     def create(
-        self, id: str, about: dict[str, Any], document: bytes, patient: bool
+        self, id: str, about: dict[str, Any], document: bytes, patient: bool, named: bool
     ) -> tuple[float, asyncio.Future[None]]:
         """A new workflow, whose home this is: the time, and when it is on this disk."""
         zipped = len(document) > ZIPPED_BYTES_MIN
@@ -48,7 +48,7 @@ class Journal:
         first = {**about, "parts": len(parts), "zipped": zipped, "document": parts[0]}
         bodies = [("submitted", msgpack.packb(first))]
         bodies += [("document", msgpack.packb({"part": part})) for part in parts[1:]]
-        return self.keeping.found(id, bodies, patient)
+        return self.keeping.found(id, bodies, patient, named)
 
     def append(
         self,

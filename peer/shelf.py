@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from .database import DatabaseError, Statement
 
 log = logging.getLogger("valence.journal")
 
-RETRY_S_MAX = 5.0
+RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0
 SOON_S = 0.02
 
 
@@ -43,7 +42,9 @@ class Shelf:
         self._waiting: list[Statement] = []
         self._next: asyncio.Future[None] | None = None
         self._current: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
+        self._batch: list[Statement] = []
+        self._busy = False
+        self._delay_s = RETRY_S_MIN
         self._timer: asyncio.TimerHandle | None = None
         self._ends: dict[str, tuple[str, float]] = {}  # journals whose end is not agreed on yet
         self._promised: dict[str, int] = {}  # as it is on disk, or on its way there
@@ -73,28 +74,44 @@ class Shelf:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waiting and (self._writer is None or self._writer.done()):
-            self._writer = asyncio.ensure_future(self._write_all())
+        if self._waiting and not self._busy:
+            self._busy = True  # what is written in this round of the loop goes along
+            asyncio.get_running_loop().call_soon(self._begin)
 
-    async def _write_all(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            self._current, self._next = self._next, None
-            done = self._current
-            assert done is not None
-            delay_s = 0.05
-            while True:
-                try:
-                    await asyncio.shield(self._database.begin(batch))
-                    self.trouble = ""
-                    break
-                except (DatabaseError, sqlite3.Error) as error:
-                    self.trouble = str(error)
-                    log.error("journals can't be written, trying again: %s", error)
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(RETRY_S_MAX, delay_s * 2)
-            self._current = None
-            done.set_result(None)
+    def _begin(self) -> None:
+        self._batch, self._waiting = self._waiting, []
+        self._current, self._next = self._next, None
+        self._delay_s = RETRY_S_MIN
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            written = self._database.begin(self._batch)
+        except DatabaseError as error:
+            self._refused(error)
+            return
+        if written.done():  # it was done on the spot
+            self._written(written)
+        else:
+            written.add_done_callback(self._written)
+
+    def _written(self, written: asyncio.Future[None]) -> None:
+        error = None if written.cancelled() else written.exception()
+        if error is not None:
+            self._refused(error)
+            return
+        self.trouble = ""
+        done, self._current = self._current, None
+        self._busy = False
+        assert done is not None
+        done.set_result(None)
+        self._start()
+
+    def _refused(self, error: BaseException) -> None:
+        self.trouble = str(error)
+        log.error("journals can't be written, trying again: %s", error)
+        asyncio.get_running_loop().call_later(self._delay_s, self._try)
+        self._delay_s = min(RETRY_S_MAX, self._delay_s * 2)
 
     def first(self, write: Write, patient: bool) -> asyncio.Future[None]:
         """Of a journal that is born here: a disk that refuses it says so."""

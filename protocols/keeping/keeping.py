@@ -109,14 +109,15 @@ class Keeping:
         return (me, *closest(workflow, others, wanted - 1))
 
     def found(
-        self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool
+        self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool, named: bool
     ) -> tuple[float, asyncio.Future[None]]:
-        """A new journal, whose home this is: its keepers, then these entries.
+        """A new journal, whose home this is: its keepers, then these entries. `named`: its id was
+        not drawn just now, and there may have been one of that name.
 
         Its time, and when it is on this peer's own disk. The others hear of it then: a disk that
         refuses it leaves nothing anywhere, once it is abandoned."""
         keepers = self.choose(workflow)
-        epoch = next_epoch(self.shelf.tombstone(workflow), self.rpc.me.id)
+        epoch = next_epoch(self.shelf.tombstone(workflow) if named else 0, self.rpc.me.id)
         replica = Replica(workflow, promised=epoch, home=self.rpc.me.id)
         self.replicas[workflow] = replica
         lead = self.leads[workflow] = Lead(epoch)
