@@ -453,6 +453,31 @@ def remove_tree(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
+class Workshop:
+    """Where a peer's attempts run: a directory for each, below one that goes with the peer."""
+
+    def __init__(
+        self,
+        directory: Path,
+        processes: Processes,
+        blobs: Blobs,
+        transfer: Transfer,
+        log_bytes_max: int,
+        sandbox: Sandbox | None,
+    ) -> None:
+        self.processes = processes
+        self._directory = directory / "work"
+        self._parts = (processes, blobs, transfer, log_bytes_max, sandbox)
+        self.clear()
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+
+    def attempt(self, work: Work) -> Attempt:
+        return Attempt(work, self._directory, *self._parts)
+
+    def clear(self) -> None:
+        remove_tree(self._directory)
+
+
 async def _known(exit: asyncio.Future[Exit]) -> None:
     if not exit.done():
         raise PeerFailed("its process can't be ended")

@@ -19,30 +19,21 @@ from typing import Any
 
 import msgpack
 
-from protocols.admission import Admission
 from protocols.config import PRESETS
-from protocols.keeping.election import Elections
-from protocols.keeping.keeping import Keeping
-from protocols.keeping.tending import Tending
 from protocols.liveness import Liveness
 from protocols.members import Members, State
 from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
 from protocols.overlay.kademlia import Overlay
 from protocols.records import Records
 from protocols.rpc import CallFailed, Rpc
-from protocols.strategies.probe import Probe
 
-from .answers import Answers
+from .attempt import Workshop
 from .blobs import Blobs
 from .database import Database, DatabaseError
-from .executor import Executor
-from .gateway import Gateway
-from .home import Home
+from .enactment import Enactment
 from .http import Http
 from .identity import Identity, tls_contexts, write_private
-from .journal import Journal
 from .link import NOBODY, Link
-from .locate import Locate
 from .metrics import Metrics
 from .nursery import adopt_orphans
 from .processes import Processes
@@ -50,7 +41,6 @@ from .routes import VERSION
 from .sandbox import Sandbox
 from .seal import Seal
 from .settings import Settings
-from .shelf import Shelf
 from .tokens import Tokens
 from .transfer import Transfer
 
@@ -141,66 +131,39 @@ class Daemon:
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
         self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records)
         self.processes = Processes(self._nursery, data)
-        self.admission = Admission(capacity, traits, config)
-        self.executor = Executor(
-            rpc=self.rpc,
-            members=self.members,
-            admission=self.admission,
-            blobs=self.blobs,
-            transfer=self.transfer,
-            processes=self.processes,
-            database=self.database,
-            directory=data,
-            clock=time.time,
-            log_bytes_max=settings.log_max,
-            lease_ttl_s=config.lease_ttl_s,
-            sandbox=sandbox,
+        workshop = Workshop(
+            data, self.processes, self.blobs, self.transfer, settings.log_max, sandbox
         )
-        shelf = Shelf(self.database, time.time)
-        self.keeping = Keeping(self.rpc, self.members, shelf, time.time, rng, config)
-        self.journal = Journal(self.database, shelf, self.keeping)
-        self.home = Home(
+        self.enactment = Enactment(
             rpc=self.rpc,
             members=self.members,
+            liveness=self.liveness,
             records=self.records,
+            database=self.database,
             blobs=self.blobs,
             transfer=self.transfer,
-            journal=self.journal,
+            workshop=workshop,
             clock=time.time,
             rng=rng,
+            config=config,
         )
-        probe = Probe(self.rpc, self.members, rng, config, self.home.placed, self.home.estimate)
-        self.home.use(probe)
-        self.elections = Elections(self.keeping, self.home.take_up)
-        tending = Tending(self.keeping)
-        answers = Answers(self.home, self.rpc, time.time)
-        locate = Locate(self.rpc, self.members, self.records, self.journal)
-        reason = self.elections.reason
-        gateway = Gateway(self.rpc, self.members, self.home, answers, locate, rng, reason)
         self.http = Http(
-            gateway=gateway,
+            gateway=self.enactment.gateway,
             blobs=self.blobs,
             transfer=self.transfer,
             metrics=self.metrics,
             tokens=Tokens(settings.token, settings.revoked, time.time),
             requests_max=settings.requests_max,
             peer=identity.id.hex(),
-            blob_arrived=self.home.blob_arrived,
+            blob_arrived=self.enactment.home.blob_arrived,
             clock=time.time,
         )
-        self.executor.take_own = self.home.take_own
-        self.home.on_given = self.liveness.stir
-        self.executor.find_home = locate.home
-        self.keeping.on_deposed = self.home.deposed
-        self.keeping.on_doubt = self.liveness.suspect
-        self.liveness.watched = self._watched
         self._measure()
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
         self.members.listen(self._member_changed)
-        self.keeping.load()
-        self.executor.load()
+        self.enactment.load()
         self.link.receive = self.rpc.received
 
         await self._listen_http(http_port, url)
@@ -209,10 +172,7 @@ class Daemon:
             ("liveness", self.liveness.run()),
             ("overlay", self.overlay.refresh()),
             ("records", self.records.run()),
-            ("probe", probe.run()),
-            ("home", self.home.watch()),
-            ("elections", self.elections.run()),
-            ("tending", tending.run()),
+            *self.enactment.works(),
             ("join", self._join()),
             ("settle", self._settle()),
             ("housekeeping", self._housekeep()),
@@ -329,14 +289,9 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S_MAX):
                     await somebody.wait()
-        if expected and self.keeping.replicas:
+        if expected and self.enactment.keeping.replicas:
             await asyncio.sleep(SETTLE_S)  # the first answer brings the list of all others
-        self.home.settle()
-        self.elections.start()
-
-    def _watched(self) -> set[bytes]:
-        """Peers whose death would be this one's business: at work for it, keeping with it."""
-        return {*self.home.peers_at_work(), *self.keeping.company()}
+        self.enactment.settle()
 
     async def _seeds(self) -> list[tuple[str, int]]:
         loop = asyncio.get_running_loop()
@@ -398,7 +353,7 @@ class Daemon:
             before = time.time() - self._settings.retention
             try:
                 tombstones = time.time() - self._config.tombstone_s
-                forgotten = await self.journal.forget(before, tombstones)
+                forgotten = await self.enactment.journal.forget(before, tombstones)
                 dropped = self.blobs.drop_older_than(before)
             except (DatabaseError, OSError) as error:
                 log.error("housekeeping: %s", error)
@@ -423,7 +378,7 @@ class Daemon:
 
     def stop(self, grace_s: float | None = None) -> None:
         if self._stop.is_set():
-            self.executor.hurry.set()
+            self.enactment.executor.hurry.set()
         elif grace_s is not None:
             self._grace_s = min(self._grace_s, grace_s)
         self._stop.set()
@@ -436,12 +391,12 @@ class Daemon:
 
     async def leave(self) -> None:
         """Stop accepting, finish or hand back, say goodbye."""
-        active = len(self.home.active())
+        active = len(self.enactment.home.active())
         alone = len(self.members.here()) == 1
         where = "when this peer is back" if alone else "at their other keepers"
         log.info("leaving%s", f"; {active} workflows go on {where}" * bool(active))
-        self.home.closed = True
-        await self.executor.leave(self._grace_s)
+        self.enactment.home.closed = True
+        await self.enactment.executor.leave(self._grace_s)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(self.records.hand_on(), self.liveness.leave())
@@ -454,9 +409,7 @@ class Daemon:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.executor.close()
-        await self.home.close()
-        await self.keeping.close()
+        await self.enactment.close()
         await self.transfer.close()
         await self.liveness.close()
         await self.rpc.close()
@@ -474,11 +427,11 @@ class Daemon:
         add("calls", "Calls between peers", lambda: {n: getattr(counts, n) for n in numbers})
         add("messages", "Messages sent, by kind", lambda: dict(counts.by_kind))
         add("link", "Datagrams and frames", lambda: dict(self.link.counts))
-        add("home", "What this peer enacted", lambda: dict(self.home.counts))
+        add("home", "What this peer enacted", lambda: dict(self.enactment.home.counts))
         add(
             "executor",
             "What this peer ran",
-            lambda: {**self.executor.counts, "spawned": self.processes.spawned},
+            lambda: {**self.enactment.executor.counts, "spawned": self.processes.spawned},
         )
         add("transfer", "Bytes moved between peers", lambda: dict(self.transfer.counts))
         add("http", "HTTP answers by status", lambda: dict(self.http.counts))
@@ -490,20 +443,24 @@ class Daemon:
                 "writes": self.database.writes,
             },
         )
-        add("keeping", "Journals, as home and as keeper", lambda: dict(self.keeping.counts))
+        add(
+            "keeping",
+            "Journals, as home and as keeper",
+            lambda: dict(self.enactment.keeping.counts),
+        )
         add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(
             "capacity",
             "Free capacity of this peer, and what uses it",
             lambda: {
-                "free_millicores": self.admission.free.millicores,
-                "free_memory_bytes": self.admission.free.memory_bytes,
-                "running": self.admission.running,
-                "queued": self.admission.queued,
+                "free_millicores": self.enactment.admission.free.millicores,
+                "free_memory_bytes": self.enactment.admission.free.memory_bytes,
+                "running": self.enactment.admission.running,
+                "queued": self.enactment.admission.queued,
                 "blob_bytes": self.blobs.used_bytes,
                 "blobs": len(self.blobs),
-                "workflows": len(self.home.active()),
+                "workflows": len(self.enactment.home.active()),
             },
         )
 

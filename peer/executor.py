@@ -21,8 +21,7 @@ import sqlite3
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgpack
 from pydantic import ValidationError
@@ -52,13 +51,11 @@ from protocols.messages import (
 )
 from protocols.rpc import CallFailed, Rpc
 
-from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, remove_tree, too_long
+from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
 from .blobs import Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import Processes, Reply, Worker
 from .run import read_outcome
-from .sandbox import Sandbox
-from .transfer import Transfer
 
 log = logging.getLogger("valence.executor")
 
@@ -105,6 +102,17 @@ class _Row:
     left: int
 
 
+class Workshop(Protocol):
+    """Where attempts run: real processes, or simulated ones."""
+
+    @property
+    def processes(self) -> Processes: ...
+
+    def attempt(self, work: Work) -> Attempt: ...
+
+    def clear(self) -> None: ...
+
+
 class Executor:
     def __init__(
         self,
@@ -113,14 +121,10 @@ class Executor:
         members: Members,
         admission: Admission,
         blobs: Blobs,
-        transfer: Transfer,
-        processes: Processes,
+        workshop: Workshop,
         database: Database,
-        directory: Path,
         clock: Callable[[], float],
-        log_bytes_max: int,
         lease_ttl_s: float,
-        sandbox: Sandbox | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
@@ -130,16 +134,11 @@ class Executor:
         self._members = members
         self._admission = admission
         self._blobs = blobs
-        self._transfer = transfer
-        self._processes = processes
+        self._workshop = workshop
+        self._processes = workshop.processes
         self._database = database
         self._clock = clock
-        self._log_bytes_max = log_bytes_max
         self._lease_ttl_s = lease_ttl_s
-        self._sandbox = sandbox
-        self._directory = directory / "work"
-        remove_tree(self._directory)
-        self._directory.mkdir(mode=0o700, exist_ok=True)
         self._held: dict[AttemptKey, _Held] = {}
         self._outbox: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()  # of each workflow's home, as heard
@@ -286,15 +285,7 @@ class Executor:
         held = self._held[key]
         held.state = "running"
         held.started_at = self._clock()
-        attempt = Attempt(
-            held.work,
-            self._directory,
-            self._processes,
-            self._blobs,
-            self._transfer,
-            self._log_bytes_max,
-            self._sandbox,
-        )
+        attempt = self._workshop.attempt(held.work)
         worker = self._processes.idle_worker() if attempt.plain else None
         held.attempt = attempt
         held.losses = self._processes.losses
@@ -667,7 +658,7 @@ class Executor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        remove_tree(self._directory)
+        self._workshop.clear()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,0 +1,120 @@
+"""What a peer does with workflows, put together: the same parts in a daemon and in `sim/`.
+
+Its borders are handed in: calls to other peers, who is there, a disk, files, and a workshop that
+runs attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from protocols.admission import Admission
+from protocols.config import Config
+from protocols.keeping.election import Elections
+from protocols.keeping.keeping import Keeping
+from protocols.keeping.tending import Tending
+from protocols.liveness import Liveness
+from protocols.members import Members
+from protocols.records import Records
+from protocols.rpc import Rpc
+from protocols.strategies.probe import Probe
+
+from .answers import Answers
+from .blobs import Blobs
+from .database import Database
+from .executor import Executor, Workshop
+from .gateway import Gateway
+from .home import Home
+from .journal import Journal
+from .locate import Locate
+from .shelf import Shelf
+from .transfer import Transfer
+
+
+class Enactment:
+    def __init__(
+        self,
+        *,
+        rpc: Rpc,
+        members: Members,
+        liveness: Liveness,
+        records: Records,
+        database: Database,
+        blobs: Blobs,
+        transfer: Transfer,
+        workshop: Workshop,
+        clock: Callable[[], float],
+        rng: random.Random,
+        config: Config,
+    ) -> None:
+        self.members = members
+        self.admission = Admission(members.me.capacity, members.me.traits, config)
+        self.executor = Executor(
+            rpc=rpc,
+            members=members,
+            admission=self.admission,
+            blobs=blobs,
+            workshop=workshop,
+            database=database,
+            clock=clock,
+            lease_ttl_s=config.lease_ttl_s,
+        )
+        shelf = Shelf(database, clock)
+        self.keeping = Keeping(rpc, members, shelf, clock, rng, config)
+        self.journal = Journal(database, shelf, self.keeping)
+        self.home = Home(
+            rpc=rpc,
+            members=members,
+            records=records,
+            blobs=blobs,
+            transfer=transfer,
+            journal=self.journal,
+            clock=clock,
+            rng=rng,
+        )
+        self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
+        self.home.use(self.probe)
+        self.elections = Elections(self.keeping, self.home.take_up)
+        self.tending = Tending(self.keeping)
+        answers = Answers(self.home, rpc, clock)
+        locate = Locate(rpc, members, records, self.journal)
+        reason = self.elections.reason
+        self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
+        self.executor.take_own = self.home.take_own
+        self.executor.find_home = locate.home
+        self.home.on_given = liveness.stir
+        self.keeping.on_deposed = self.home.deposed
+        self.keeping.on_doubt = liveness.suspect
+        liveness.watched = self._watched
+
+    def load(self) -> None:
+        """Before anybody is heard: what an earlier run of this peer left on its disk."""
+        self.keeping.load()
+        self.executor.load()
+
+    def settle(self) -> None:
+        """The others are known, or nobody answered for a while: go on with what was loaded."""
+        self.home.settle()
+        self.elections.start()
+
+    def works(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """What runs for as long as the peer does."""
+        return [
+            ("probe", self.probe.run()),
+            ("home", self.home.watch()),
+            ("elections", self.elections.run()),
+            ("tending", self.tending.run()),
+        ]
+
+    def _watched(self) -> set[bytes]:
+        """Peers whose death would be this one's business: at work for it, keeping with it."""
+        return {*self.home.peers_at_work(), *self.keeping.company()}
+
+    async def close(self) -> None:
+        await self.executor.close()
+        await self.home.close()
+        await self.keeping.close()
+        await asyncio.sleep(0)
