@@ -128,6 +128,7 @@ class Executor:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
+        self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
@@ -507,7 +508,10 @@ class Executor:
                 continue
             delay_s = REPORT_RETRY_S_MIN
             for key in settled:
-                _, row = box.pop(key, (None, None))
+                if key not in box:
+                    continue  # it has gone to another home meanwhile
+                ended, row = box.pop(key)
+                self.on_let_go(ended)
                 if row is not None:
                     row.left -= 1
                     if not row.left:

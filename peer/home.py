@@ -24,6 +24,7 @@ import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from protocols.keeping.keeping import Deposed
@@ -274,7 +275,7 @@ class Home:
             now = asyncio.get_running_loop().time()
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
         if run.unstaged and run.id not in self._stages:
-            stage = Stage(run, self._blobs, self._transfer)
+            stage = Stage(run, self._blobs, self._transfer, self._rng)
             self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
         self._place_ready(run)
         self._conclude(run)
@@ -305,6 +306,7 @@ class Home:
         run = Run(id, workflow, submitted_at, self._rpc.me.id, owner)
         for _, epoch, at, kind, body in self.journal.read(id):
             run.apply(kind, body, at, epoch)
+            run.counts_now(kind, body)
         return run
 
     def get(self, id: str) -> Run | None:
@@ -358,13 +360,17 @@ class Home:
             if self._active.get(run.id) is not run:
                 break
             body = {"files": rows, "failed": failed}
-            self._write(run, "staged", body)
+            self._write(run, "staged", body, then=partial(self._staged, run, body))
             for name, reason in failed:
                 doomed = [t for t in run.workflow.tasks.values() if name in t.inputs]
                 for task in doomed:
                     self._fail(run, task.id, f"input {name}: {reason}")
-            self._place_ready(run)
             self._conclude(run)
+
+    def _staged(self, run: Run, body: dict[str, Any]) -> None:
+        run.counts_now("staged", body)
+        if self._active.get(run.id) is run:
+            self._place_ready(run)
 
     async def _twice(
         self, run: Run, files: list[tuple[str, bytes, int]]
@@ -723,7 +729,7 @@ class Home:
             (task, ended) for (ended, _, v), task in zip(rows, changed, strict=True) if v == WON
         ]
         body = {"outcomes": rows}
-        self._write(run, "finished", body, then=lambda: self._go_on(run, wins, rivals))
+        self._write(run, "finished", body, then=lambda: self._go_on(run, body, wins, rivals))
         for (_, _, verdict), task in zip(rows, changed, strict=True):
             self.counts[f"tasks_{verdict}"] += 1
             if verdict == "failed":
@@ -732,8 +738,15 @@ class Home:
                 self._place_later(run, task)
         self._conclude(run)
 
-    def _go_on(self, run: Run, wins: list[tuple[TaskState, Outcome]], rivals: set[str]) -> None:
+    def _go_on(
+        self,
+        run: Run,
+        body: dict[str, Any],
+        wins: list[tuple[TaskState, Outcome]],
+        rivals: set[str],
+    ) -> None:
         """Results that count now."""
+        run.counts_now("finished", body)
         for task, ended in wins:
             if task.id in rivals:
                 self._drop_others(run, task, ended.key.number)
@@ -1005,6 +1018,8 @@ class Home:
                 made = makers.get(parent)
                 what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
                 reasons.append(f"{what} ({above.state})")
+        if not reasons:
+            return "what it takes is there, and is being agreed on by the journal's keepers"
         shown = "; ".join(reasons[:5])
         return f"{shown}; and {len(reasons) - 5} more" if len(reasons) > 5 else shown
 

@@ -1,7 +1,8 @@
 """One workflow's state: what its journal says, entry by entry. Pure.
 
-`apply` is the only thing that changes it, both when an entry is new and when it is read again after
-a restart; so what is on disk is what is known. Decisions (retry, fail, skip) are made before an
+`apply` is the only thing that changes it, both when an entry is new and when it is read again by
+another home; so what is on disk is what is known. `counts_now` follows when a majority has the
+entry: only then do others get ready by it. Decisions (retry, fail, skip) are made before an
 entry is written and stand in it.
 
 A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (given to a peer),
@@ -51,7 +52,7 @@ class AttemptState:
 class TaskState:
     id: str
     state: str = "waiting"
-    missing: int = 0  # parents that have not succeeded
+    missing: int = 0  # parents whose success does not count yet
     number: int = 0  # of the latest attempt
     failures: int = 0
     losses: int = 0  # attempts that vanished with their peer, or were given up by it
@@ -124,6 +125,17 @@ class Run:
         self.epoch = epoch
         getattr(self, "_on_" + kind)(body, at)
 
+    def counts_now(self, kind: str, body: dict[str, Any]) -> None:
+        """A majority has this entry: what hangs on it may begin, as no other home undoes it."""
+        if kind == "finished":
+            for row, _, verdict in body["outcomes"]:
+                if verdict == "succeeded":
+                    for child in self.children[row[0][1]]:
+                        self.tasks[child].missing -= 1
+        elif kind == "staged":
+            for name, *_ in body["files"]:
+                self.unstaged.pop(name, None)
+
     def _on_submitted(self, body: dict[str, Any], at: float) -> None:
         self.state = "running"
 
@@ -152,7 +164,6 @@ class Run:
     def _on_staged(self, body: dict[str, Any], at: float) -> None:
         for name, hash, size, holders in body["files"]:
             self.staged[name] = File(name=name, hash=hash, size=size, holders=tuple(holders))
-            self.unstaged.pop(name, None)
         for name, reason in body.get("failed", ()):
             self.unstaged.pop(name, None)
             self.stage_failures[name] = reason
@@ -179,8 +190,6 @@ class Run:
                 task.won, task.holder, task.copied_to = ended, peer, self.home
                 self._observe(task, ended)
                 self._set(task, verdict)
-                for child in self.children[task.id]:
-                    self.tasks[child].missing -= 1
             elif verdict == "returned":
                 if ended.started_at:
                     task.losses += 1

@@ -30,26 +30,30 @@ Failed = tuple[str, str]
 
 
 class Stage:
-    def __init__(self, run: Run, blobs: Blobs, transfer: Transfer) -> None:
+    def __init__(
+        self, run: Run, blobs: Blobs, transfer: Transfer, rng: random.Random
+    ) -> None:
         self.arrived = asyncio.Event()
         self._run = run
         self._blobs = blobs
         self._transfer = transfer
+        self._rng = rng
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def bring(self) -> AsyncIterator[tuple[list[Staged], list[Failed]]]:
         """Inputs as they come, several at a time."""
-        waiting = {
+        tasks = [
             asyncio.ensure_future(self._one(name, self._run.workflow.inputs[name]))
             for name in list(self._run.unstaged)
-        }
+        ]
+        waiting = set(tasks)
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if waiting:  # let those that are nearly there share the entry
                     more, waiting = await asyncio.wait(waiting, timeout=0.01)
                     done |= more
-                results = [task.result() for task in done]
+                results = [task.result() for task in tasks if task in done]
                 for start in range(0, len(results), BATCH):
                     part = results[start : start + BATCH]
                     yield (
@@ -111,7 +115,7 @@ class Stage:
             text = hash.hex()
             self._run.unstaged[name] = f"blob sha256:{text[:12]}… has not been uploaded yet"
             try:
-                async with asyncio.timeout(delay_s * (0.75 + random.random() / 2)):
+                async with asyncio.timeout(delay_s * (0.75 + self._rng.random() / 2)):
                     await self.arrived.wait()
             except TimeoutError:
                 delay_s = min(LOOK_AGAIN_S_MAX, delay_s * 1.5)

@@ -1,13 +1,59 @@
-"""An event loop whose clock jumps to the next timer: an hour takes as long as its events."""
+"""An event loop whose clock jumps to the next timer: an hour takes as long as its events.
+
+All that a simulated peer does carries its `Life` in its context, as tasks and timers hand it on. So
+a peer can be killed between any two steps (nothing of it runs any more, no `finally`, no farewell)
+and stopped (nothing of it runs until it goes on).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class Life:
+    """Of a process: from its start until it is killed."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.stopped = False
+        self.steps = 0
+        self._held: list[tuple[contextvars.Context, Callable[..., Any], tuple[Any, ...]]] = []
+        self.context = NOBODY.copy()
+        self.context.run(_LIFE.set, self)
+
+    def kill(self) -> None:
+        self.dead = True
+        self._held.clear()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        self.stopped = False
+        loop = asyncio.get_running_loop()
+        held, self._held = self._held, []
+        for context, callback, args in held:
+            loop.call_soon(callback, *args, context=context)
+
+    def step(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if self.dead:
+            return
+        if self.stopped:
+            self._held.append((contextvars.copy_context(), callback, args))
+            return
+        self.steps += 1
+        callback(*args)
+
+
+_LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+#: the context of what belongs to no peer: the network, the disks, the one who looks on
+NOBODY = contextvars.copy_context()
 
 
 class _Jump(selectors.SelectSelector):
@@ -29,15 +75,56 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = _Jump()
         selector.loop = self
         super().__init__(selector)
+        self.set_exception_handler(_unheard)
 
     def time(self) -> float:
         return self.now
 
+    def call_soon(  # type: ignore[override]
+        self,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        life = _LIFE.get() if context is None else context.get(_LIFE)
+        if life is None:
+            return super().call_soon(callback, *args, context=context)
+        return super().call_soon(life.step, callback, args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        life = _LIFE.get() if context is None else context.get(_LIFE)
+        if life is None:
+            return super().call_at(when, callback, *args, context=context)
+        return super().call_at(when, life.step, callback, args, context=context)
+
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """There are no threads here."""
+
+
+def _unheard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A killed peer leaves tasks behind that nobody will ever wake; errors are another matter."""
+    if "was destroyed but it is pending" not in context.get("message", ""):
+        loop.default_exception_handler(context)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """To its end, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
+
+
+def run_out(work: Coroutine[Any, Any, T]) -> T:
+    """The same; but what others are still at then just stops, as the killed have."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

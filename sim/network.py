@@ -1,7 +1,8 @@
 """An in-memory network with faults, all drawn from one seed: a run is its seed.
 
-Latency, loss, duplication and so reordering; peers that are cut off; links that are cut in one
-direction. Bytes go in and bytes come out, as on a real one: codec and calls run unchanged.
+Latency, loss, duplication and so reordering; peers and islands that are cut off; links that are cut
+in one direction or clogged. Bytes go in and bytes come out, as on a real one: codec and calls run
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from protocols.overlay.kademlia import Overlay
 from protocols.records import Records
 from protocols.rpc import CallFailed, Rpc
 
+from .loop import NOBODY, Life
+
 
 @dataclass(slots=True)
 class Faults:
@@ -25,6 +28,8 @@ class Faults:
     jitter_s: float = 0.002
     loss: float = 0.0
     duplication: float = 0.0
+    straggling: float = 0.0  # how many of a hundred come up to this much later
+    straggling_s: float = 2.0
 
 
 class Network:
@@ -34,6 +39,8 @@ class Network:
         self.sent = 0
         self.cut: set[bytes] = set()  # nothing to or from these
         self.cut_links: set[tuple[bytes, bytes]] = set()  # nothing from the first to the second
+        self.island: set[bytes] = set()  # cut off from all others, not from each other
+        self.clogged: dict[tuple[bytes, bytes], float] = {}  # what goes this way takes so long
         self._ends: dict[tuple[str, int], SimWire] = {}
 
     def wire(self, contact: Contact) -> SimWire:
@@ -43,13 +50,21 @@ class Network:
 
     def carry(self, sender: Contact, to: Contact, payload: bytes) -> None:
         self.sent += 1
-        copies = 2 if self.rng.random() < self.faults.duplication else 1
+        rng, faults = self.rng, self.faults
+        copies = 2 if rng.random() < faults.duplication else 1
         for _ in range(copies):
-            if self.rng.random() < self.faults.loss:
+            if rng.random() < faults.loss:
                 continue
-            delay_s = self.faults.latency_s + self.rng.random() * self.faults.jitter_s
+            delay_s = faults.latency_s + rng.random() * faults.jitter_s
+            if rng.random() < faults.straggling:
+                delay_s += rng.random() * faults.straggling_s
+            if self.clogged:
+                end = self._ends.get((to.host, to.port))
+                if end is not None:
+                    delay_s += self.clogged.get((sender.id, end.contact.id), 0.0)
             loop = asyncio.get_running_loop()
-            loop.call_later(delay_s, self._arrive, sender, (to.host, to.port), payload)
+            address = (to.host, to.port)
+            loop.call_later(delay_s, self._arrive, sender, address, payload, context=NOBODY)
 
     def _arrive(self, sender: Contact, address: tuple[str, int], payload: bytes) -> None:
         end = self._ends.get(address)
@@ -58,13 +73,20 @@ class Network:
         me = end.contact.id
         if sender.id in self.cut or me in self.cut or (sender.id, me) in self.cut_links:
             return
-        end.rpc.received(sender, payload)
+        if (sender.id in self.island) != (me in self.island):
+            return
+        if end.life is None:
+            end.rpc.received(sender, payload)
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(end.rpc.received, sender, payload, context=end.life.context)
 
 
 class SimWire:
     def __init__(self, network: Network, contact: Contact) -> None:
         self.contact = contact
         self.rpc: Rpc | None = None
+        self.life: Life | None = None
         self._network = network
 
     def send(self, to: Contact, payload: bytes) -> None:
@@ -82,6 +104,7 @@ class SimPeer:
         capacity: Capacity | None = None,
         traits: Traits | None = None,
         boot: int = 1,
+        life: Life | None = None,
     ) -> None:
         rng = random.Random(network.rng.getrandbits(64))
         id = random.Random(f"peer {index}").randbytes(20)
@@ -92,6 +115,7 @@ class SimPeer:
         self.rng = rng
         self.rpc = Rpc(self.contact, wire, rng, config)
         wire.rpc = self.rpc
+        wire.life = life
         self.capacity = capacity or Capacity(millicores=2000, memory_bytes=2**30)
         self.traits = traits or Traits(arch="x86_64", os="linux", site="here")
         member = Member(

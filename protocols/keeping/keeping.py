@@ -366,8 +366,6 @@ class Keeping:
             found.append(
                 Slice(workflow, lead.epoch, start, before_epoch, replica.committed, entries)
             )
-            if start + len(entries) < replica.count:
-                courier.dirty[workflow] = None
         return found
 
     def _has_news(self, replica: Replica, lead: Lead, keeper: bytes) -> bool:

@@ -66,7 +66,7 @@ class Overlay:
                 if not running:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                for task in [t for t in running if t in done]:  # in the order of asking
                     self._take(lookup, running.pop(task), task)
         finally:
             for task in running:

@@ -307,13 +307,13 @@ class Probe:
         now = self._now()
         asked: list[tuple[bytes, _Group, int, str]] = []
         answers: list[tuple[Member, list[tuple[_Group, Room]], Offers]] = []
-        for task in late:
+        for task in [t for t in calls if t in late]:  # in the order of asking
             member, rows = calls[task]
             self._refused(self._peer(member), now)
             asked.extend((member.contact.id, group, 0, "no answer yet") for group, _ in rows)
             self._late.add(task)
             task.add_done_callback(lambda t, to=member.contact: self._came_late(t, to))  # type: ignore[misc]
-        for task in done:
+        for task in [t for t in calls if t in done]:
             member, rows = calls[task]
             try:
                 answers.append((member, rows, task.result()))

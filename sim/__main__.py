@@ -1,0 +1,84 @@
+"""`python -m sim`: one simulated disaster, or many; each is its seed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from .loop import run_out
+from .world import FAULTS, Plan, Report, simulate
+
+
+def one(plan: Plan) -> Report:
+    return run_out(simulate(plan))
+
+
+def plans(options: argparse.Namespace) -> list[Plan]:
+    faults = tuple(options.faults.split(",")) if options.faults else FAULTS
+    return [
+        Plan(
+            seed=seed,
+            peers=options.peers,
+            workflows=options.workflows,
+            seconds=options.seconds,
+            every_s=options.every_s,
+            keepers=options.keepers,
+            majority_lost_s=options.majority_lost,
+            faults=faults,
+        )
+        for seed in range(options.seed, options.seed + options.seeds)
+    ]
+
+
+def tell(report: Report, plan: Plan, trace: bool) -> None:
+    if trace or report.violation:
+        print("\n".join(report.trace[-200:]))
+    counts = ", ".join(f"{v:,} {k}" for k, v in sorted(report.counts.items()))
+    print(f"seed {plan.seed}: {report.virtual_s:.0f} s, {report.messages:,} messages, {counts}")
+    if report.violation:
+        print(f"VIOLATION: {report.violation}\nreplay it: {plan.command()}")
+
+
+def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # a run is its seed, in every process
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execvpe(sys.executable, [sys.executable, "-m", "sim", *sys.argv[1:]], environment)
+    default = Plan(0)
+    parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="the run, or the first of them")
+    parser.add_argument("--seeds", type=int, default=1, help="how many runs")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
+    parser.add_argument("--peers", type=int, default=default.peers)
+    parser.add_argument("--workflows", type=int, default=default.workflows)
+    parser.add_argument("--seconds", type=float, default=default.seconds, help="of faults")
+    parser.add_argument("--every-s", type=float, default=default.every_s, help="a fault")
+    parser.add_argument("--keepers", type=int, default=default.keepers)
+    parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
+    parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--verbose", action="store_true", help="as it happens")
+    options = parser.parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
+    if options.verbose:
+        logging.getLogger("valence.sim").setLevel(logging.INFO)
+    listed = plans(options)
+    start = time.monotonic()
+    bad = 0
+    if len(listed) == 1:
+        report = one(listed[0])
+        tell(report, listed[0], trace=not options.verbose)
+        return 1 if report.violation else 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for plan, report in zip(listed, pool.map(one, listed, chunksize=1), strict=True):
+            bad += bool(report.violation)
+            if report.violation:
+                tell(report, plan, trace=False)
+    print(f"{len(listed)} runs, {bad} violations, {time.monotonic() - start:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

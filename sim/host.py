@@ -1,0 +1,130 @@
+"""A simulated host: a disk, and one life after another of the peer that runs on it.
+
+The peer is the product's: `SimPeer` is its substrate, `peer.enactment` all it does with workflows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from peer.enactment import Enactment
+from protocols.config import Config
+from protocols.messages import Capacity, Contact, Hello, Welcome
+from protocols.rpc import CallFailed
+
+from .disk import Platter, SimDatabase
+from .files import SimBlobs, SimTransfer, SimWorkshop
+from .loop import Life
+from .network import Network, SimPeer
+
+T = TypeVar("T")
+EPOCH_OF_TIME = 1_700_000_000.0
+
+
+class Host:
+    def __init__(
+        self, network: Network, index: int, config: Config, capacity: Capacity, skew_s: float
+    ) -> None:
+        self.index = index
+        self.platter = Platter()
+        self.capacity = capacity
+        self.skew_s = skew_s
+        self.life: Life | None = None
+        self.gone = False  # for good
+        self.slots = capacity.millicores // 1000
+        self.sync_s = 0.001
+        self._network = network
+        self._config = config
+
+    @property
+    def up(self) -> bool:
+        return self.life is not None
+
+    @property
+    def id(self) -> bytes:
+        return self.peer.contact.id
+
+    def start(self, seeds: list[Contact]) -> None:
+        self.life = Life()
+        self.platter.boots += 1
+        self.life.context.run(self._start, seeds)
+
+    def _start(self, seeds: list[Contact]) -> None:
+        self.peer = peer = SimPeer(
+            self._network,
+            self.index,
+            self._config,
+            self.capacity,
+            boot=self.platter.boots,
+            life=self.life,
+        )
+        rng = self.rng = random.Random(peer.rng.getrandbits(64))
+        self.database = SimDatabase(self.platter, random.Random(rng.getrandbits(64)))
+        self.database.sync_s = self.sync_s
+        self.blobs = SimBlobs(self.platter)
+        self.transfer = SimTransfer(peer.rpc, self.blobs, peer.members, peer.records)  # type: ignore[arg-type]
+        self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
+        self.enactment = Enactment(
+            rpc=peer.rpc,
+            members=peer.members,
+            liveness=peer.liveness,
+            records=peer.records,
+            database=self.database,  # type: ignore[arg-type]
+            blobs=self.blobs,  # type: ignore[arg-type]
+            transfer=self.transfer,
+            workshop=self.workshop,  # type: ignore[arg-type]
+            clock=self.clock,
+            rng=rng,
+            config=self._config,
+        )
+        self.enactment.load()
+        self.tasks = [asyncio.ensure_future(work) for _, work in self.enactment.works()]
+        self.tasks.append(asyncio.ensure_future(self._join(seeds)))
+
+    def clock(self) -> float:
+        return EPOCH_OF_TIME + self.skew_s + asyncio.get_running_loop().time()
+
+    async def _join(self, seeds: list[Contact]) -> None:
+        """As the daemon does: greet until somebody answers, go on with what was here, then see."""
+        others = [seed for seed in seeds if seed.id != self.id]
+        settled = not others
+        if settled:
+            self.enactment.settle()
+        while others:
+            if len(self.peer.members.here()) <= 1:
+                await self._greet(self.rng.choice(others))
+            if not settled and len(self.peer.members.here()) > 1:
+                settled = True
+                await asyncio.sleep(0.5)
+                self.enactment.settle()
+            await asyncio.sleep(0.3 if not settled else 2.0)
+
+    async def _greet(self, seed: Contact) -> None:
+        try:
+            hello = Hello(member=self.peer.members.me)
+            answer = await self.peer.rpc.call(seed, hello, Welcome, 1.0)
+        except CallFailed:
+            return
+        self.peer.members.apply(answer.member, asyncio.get_running_loop().time())
+        await self.peer.liveness.sync(seed)
+        await self.peer.overlay.find(self.id)
+
+    def kill(self) -> None:
+        """Between two steps, with nothing said."""
+        assert self.life is not None
+        self.life.kill()
+        self.life = None
+        self.database.crash()
+
+    async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:
+        """As a part of this peer would; None if it does not come to an end in time."""
+        assert self.life is not None
+        task = asyncio.get_running_loop().create_task(work, context=self.life.context.copy())
+        done, _ = await asyncio.wait([task], timeout=limit_s)
+        if not done:
+            task.cancel()
+            return None
+        return task.result()

@@ -1,0 +1,203 @@
+"""What must hold, whatever happens: a look over every peer's shoulder.
+
+The ledger is told of every entry that a home counts as agreed, of every attempt that begins, of
+every outcome that an executing peer lets go of, and of all that users are told. From that it says
+at once when something is wrong, and in the end whether all has come right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from peer.shelf import unpack
+from protocols.keeping.replica import forced, shown
+from protocols.messages import AttemptKey, Entry, Outcome, Work
+
+if TYPE_CHECKING:
+    from .host import Host
+
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+def maker_of(file: str) -> str | None:
+    """In the workflows of this world: the task that makes a file; None for an input."""
+    _, _, place = file.partition(".")
+    return f"t{place}" if place else None
+
+
+class Violation(AssertionError):
+    """A rule that must never be broken was."""
+
+
+@dataclass(slots=True)
+class _Story:
+    """One workflow, by the entries that were agreed on."""
+
+    entries: list[tuple[int, int]] = field(default_factory=list)  # epoch, check sum
+    era: int = 0  # how often a home went on without a majority
+    won: dict[str, dict[str, bytes]] = field(default_factory=dict)  # task → its outputs
+    commits: Counter[str] = field(default_factory=Counter)
+    started: set[tuple[str, int, bytes, int]] = field(default_factory=set)
+    staged: set[bytes] = field(default_factory=set)
+    ended: str = ""
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.acknowledged: dict[str, int] = {}  # workflow → its tasks
+        self.told: dict[str, str] = {}  # final states that a user has seen
+        self.cancelled: set[str] = set()  # cancels that were acknowledged
+        self.counts: Counter[str] = Counter()
+        self.stories: dict[str, _Story] = defaultdict(_Story)
+        self.lax = False  # a majority may be lost for good: what only it knew may be
+
+    # ----------------------------------------------------------------- at once
+
+    def agreed(self, host: Host, workflow: str) -> None:
+        """A home says that more of its journal counts."""
+        keeping = host.enactment.keeping
+        replica, lead = keeping.replicas[workflow], keeping.leads[workflow]
+        story = self.stories[workflow]
+        era = forced(lead.epoch)
+        if era > story.era:
+            self._begin_era(story, era)
+        elif era < story.era:
+            raise Violation(f"{workflow}: a home of an older era counts entries")
+        start = len(story.entries)
+        if replica.committed <= start:
+            start = max(0, replica.committed - 1)  # at least look at the last
+        else:
+            start = max(0, start - 1)
+        for entry in self._entries(host, workflow, start, replica.committed):
+            mark = (entry.epoch, zlib.crc32(entry.body + entry.kind.encode()))
+            if entry.seq < len(story.entries):
+                if story.entries[entry.seq] != mark:
+                    raise Violation(
+                        f"{workflow}: two homes count different entries {entry.seq}, "
+                        f"{entry.kind} the second in epoch {shown(lead.epoch)} at peer {host.index}"
+                    )
+                continue
+            story.entries.append(mark)
+            self._read(workflow, story, entry)
+        self.counts["entries"] = sum(len(s.entries) for s in self.stories.values())
+
+    def _begin_era(self, story: _Story, era: int) -> None:
+        """It goes on from one copy alone: what that copy does not have is gone, and said to be."""
+        story.era = era
+        story.entries.clear()
+        story.won.clear()
+        story.commits.clear()
+        story.started.clear()
+        story.staged.clear()
+        story.ended = ""
+        self.counts["forced"] += 1
+
+    def _entries(self, host: Host, workflow: str, start: int, end: int) -> list[Entry]:
+        lead = host.enactment.keeping.leads[workflow]
+        found = {e.seq: e for e in lead.tail if start <= e.seq < end}
+        missing = [seq for seq in range(start, end) if seq not in found]
+        if missing:
+            shelf = host.enactment.keeping.shelf
+            at = missing[0]
+            while at <= missing[-1]:
+                rows = shelf.entries(workflow, at, missing[-1] + 1, 2**30)
+                if not rows:
+                    break
+                for entry in rows:
+                    found.setdefault(entry.seq, entry)
+                at = rows[-1].seq + 1
+        if len(found) < end - start:
+            raise Violation(f"{workflow}: peer {host.index} counts entries it does not have")
+        return [found[seq] for seq in range(start, end)]
+
+    def _read(self, workflow: str, story: _Story, entry: Entry) -> None:
+        body: dict[str, Any] = unpack(entry.body)
+        if story.ended and entry.kind not in ("home", "keepers", "forced"):
+            raise Violation(f"{workflow}: {entry.kind} after its end")
+        if entry.kind == "finished":
+            for row, _, verdict in body["outcomes"]:
+                if verdict == "succeeded":
+                    self._won(workflow, story, Outcome(*row))
+        elif entry.kind == "reopened":
+            for task, _ in body["tasks"]:
+                story.won.pop(task, None)
+                story.commits[task] -= 1
+                self.counts["reopened"] += 1
+        elif entry.kind == "started":
+            for task, number, peer, _ in body["attempts"]:
+                story.started.add((task, number, peer, entry.epoch))
+        elif entry.kind == "staged":
+            story.staged.update(row[1] for row in body["files"])
+        elif entry.kind == "ended":
+            story.ended = body["state"]
+        elif entry.kind == "home":
+            self.counts["homes"] += 1
+        elif entry.kind == "keepers":
+            self.counts["keeper_sets"] += 1
+
+    def _won(self, workflow: str, story: _Story, ended: Outcome) -> None:
+        task = AttemptKey(*ended.key).task
+        story.commits[task] += 1
+        self.counts["tasks"] += 1
+        if story.commits[task] > 1:
+            raise Violation(f"{workflow}: {task} has two results that count")
+        story.won[task] = {file[0]: file[1] for file in ended.outputs}
+
+    def begins(self, host: Host, work: Work) -> None:
+        """An attempt has its inputs and begins to run."""
+        self.counts["attempts"] += 1
+        key, story = work.key, self.stories[work.key.workflow]
+        for file in work.inputs:
+            maker = maker_of(file.name)
+            if maker is None:
+                if file.hash not in story.staged:
+                    raise Violation(f"{key} runs with an input that was never agreed on")
+            elif story.won.get(maker, {}).get(file.name) != file.hash and not self._undone(
+                story, maker
+            ):
+                raise Violation(f"{key} runs with {file.name}, which {maker} is not agreed to have")
+        held = host.enactment.executor._held.get(key)
+        home = held.home if held else b""
+        given = (key.task, key.number, host.id, work.epoch)
+        if home != host.id and given not in story.started and forced(work.epoch) == story.era:
+            raise Violation(f"{key} was given away before that was agreed on")
+        if host.workshop.running >= host.slots:
+            raise Violation(f"peer {host.index} runs more than it has room for")
+
+    def _undone(self, story: _Story, maker: str) -> bool:
+        """Its outputs were lost since this was given away: it is being made again."""
+        return maker not in story.won
+
+    def lets_go(self, host: Host, ended: Outcome) -> None:
+        """An executing peer forgets an outcome, as its home has it."""
+        story = self.stories[ended.key.workflow]
+        if ended.kind == "ok" and not story.ended and not story.commits[ended.key.task]:
+            given = (ended.key.task, ended.key.number, host.id, ended.epoch)
+            if given in story.started:
+                raise Violation(f"{ended.key}: its result was let go, and does not count")
+
+    def tells(self, workflow: str, state: str) -> None:
+        """A user is told how a workflow ended."""
+        if state not in FINAL:
+            return
+        story = self.stories[workflow]
+        if story.ended != state and not self.lax:
+            raise Violation(f"{workflow}: its user is told {state}, which was not agreed on")
+        before = self.told.setdefault(workflow, state)
+        if before != state and not self.lax:
+            raise Violation(f"{workflow}: its user was told {before}, and now {state}")
+
+    # ----------------------------------------------------------------- in the end
+
+    def close(self) -> None:
+        for workflow, tasks in self.acknowledged.items():
+            story = self.stories[workflow]
+            if not story.ended:
+                raise Violation(f"{workflow} was acknowledged, and never came to an end")
+            if story.ended == "succeeded" and len(story.won) != tasks:
+                raise Violation(f"{workflow} succeeded with {len(story.won)} of {tasks} results")
+            if workflow in self.cancelled and story.ended not in FINAL:
+                raise Violation(f"{workflow}: a cancel that was acknowledged had no effect")

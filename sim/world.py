@@ -1,0 +1,499 @@
+"""One simulated disaster: hosts, users and faults, all drawn from one seed.
+
+Peers crash and come back, crash for good, stop and go on; links are cut, cut in one direction,
+clogged; islands form and heal; messages are lost, doubled and late; disks are slow or full; clocks
+differ. Then the faults stop, and everything must come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peer.answers import Problem
+from protocols.config import LAN, Config
+from protocols.messages import Ask, Capacity, Contact, Outcome, Work
+
+from .host import Host
+from .ledger import FINAL, Ledger, Violation
+from .network import Faults, Network
+
+SIM = logging.getLogger("valence.sim")
+FAULTS = (
+    "crash", "die", "stop", "island", "cut", "one-way", "clog", "lossy", "slow-disk", "full-disk",
+)  # fmt: skip
+PATIENCE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seed: int
+    peers: int = 7
+    workflows: int = 4
+    seconds: float = 50.0  # of faults
+    faults: tuple[str, ...] = FAULTS
+    every_s: float = 3.0  # a fault, on average
+    majority_lost_s: float = float("inf")
+    keepers: int = 3
+    width: int = 6  # of workflows, at most
+    churn_per_minute: float = 0.0  # share of the peers that are replaced, see `replaced`
+    config: Config = LAN
+
+    def command(self) -> str:
+        default = Plan(self.seed)
+        words = [f"python -m sim --seed {self.seed}"]
+        for name in ("peers", "workflows", "seconds", "every_s", "keepers"):
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                words.append(f"--{name.replace('_', '-')} {value:g}")
+        if self.faults != FAULTS:
+            words.append("--faults " + ",".join(self.faults))
+        if self.majority_lost_s != default.majority_lost_s:
+            words.append(f"--majority-lost {self.majority_lost_s:g}")
+        return " ".join(words)
+
+
+@dataclass(slots=True)
+class Report:
+    seed: int
+    violation: str = ""
+    virtual_s: float = 0.0
+    messages: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    trace: list[str] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = random.Random(plan.seed)
+        self.network = Network(self.rng.getrandbits(64))
+        self.ledger = Ledger()
+        self.hosts: list[Host] = []
+        self.trace: list[str] = []
+        self._config = replace(
+            plan.config, keepers=plan.keepers, majority_lost_s=plan.majority_lost_s
+        )
+        self._broken: Violation | None = None
+        self._harm: dict[str, int] = {}
+        self._calm_since = 0.0
+        self._recovering = asyncio.Event()
+        self._followed: set[str] = set()
+        self._users: set[asyncio.Task[None]] = set()
+
+    def say(self, text: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self.trace.append(f"{now:9.3f}  {text}")
+        SIM.info("%9.3f  %s", now, text)
+
+    # ----------------------------------------------------------------- hosts
+
+    def add_host(self) -> Host:
+        index = len(self.hosts)
+        slots = self.rng.choice((1, 2, 2, 4))
+        skew_s = self.rng.uniform(-30, 30)
+        capacity = Capacity(millicores=1000 * slots, memory_bytes=2**30)
+        host = Host(self.network, index, self._config, capacity, skew_s)
+        self.hosts.append(host)
+        self.start(host)
+        return host
+
+    def start(self, host: Host) -> None:
+        host.start([other.peer.contact for other in self.hosts if hasattr(other, "peer")])
+        self._look_on(host)
+
+    def _look_on(self, host: Host) -> None:
+        """All that the ledger is to hear of, from the parts themselves."""
+        ledger, keeping = self.ledger, host.enactment.keeping
+        home_hears = keeping.on_committed
+        assert host.life is not None
+
+        def agreed(workflow: str) -> None:
+            self._guard(lambda: ledger.agreed(host, workflow))
+            home_hears(workflow)
+
+        keeping.on_committed = agreed
+        host.workshop.on_begin = lambda work: self._guard(lambda: self._begins(host, work))
+        host.workshop.failing = 0.02
+        executor = host.enactment.executor
+        let_go = executor.on_let_go
+        executor.on_let_go = lambda ended: self._let_go(host, ended, let_go)
+        rpc = host.peer.rpc
+        rpc.on_error = lambda where, error: self._fail(f"an error serving {where}: {error!r}")
+        begin = rpc._start
+        served: set[tuple[bytes, int]] = set()
+
+        def start(sender: Contact, id: int | None, message: Any, remember: Any = None) -> bool:
+            # (users' questions are answered anew: what they change, they change once)
+            if id is not None and not message.repeatable and not isinstance(message, Ask):
+                if (sender.id, id) in served:
+                    self._fail(f"one call was carried out twice: {type(message).__name__}")
+                served.add((sender.id, id))
+            return begin(sender, id, message, remember)
+
+        rpc._start = start  # type: ignore[method-assign]
+
+    def _let_go(self, host: Host, ended: Outcome, then: Callable[[Outcome], None]) -> None:
+        self._guard(lambda: self.ledger.lets_go(host, ended))
+        then(ended)
+
+    def _begins(self, host: Host, work: Work) -> None:
+        self.ledger.begins(host, work)
+        host.enactment.admission.sanity_check()
+
+    def _guard(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except AssertionError as error:
+            self._fail(str(error))
+
+    def _fail(self, text: str) -> None:
+        if self._broken is None:
+            self.say(f"VIOLATION: {text}")
+            self._broken = Violation(text)
+
+    def up(self) -> list[Host]:
+        return [host for host in self.hosts if host.up]
+
+    # ----------------------------------------------------------------- the run
+
+    async def run(self) -> Report:
+        plan = self.plan
+        logging.getLogger("valence").setLevel(logging.CRITICAL)
+        for _ in range(plan.peers):
+            self.add_host()
+        await self._until(self._all_know_all, 30.0, "the peers never found each other")
+        self.say(f"{plan.peers} peers know each other")
+        works = [self._user(), self._faults(), self._look()]
+        tasks = [asyncio.ensure_future(work) for work in works]
+        end = self._now() + plan.seconds
+        await self._until(lambda: self._now() >= end, plan.seconds, None)
+        for task in tasks[:2]:
+            task.cancel()
+        if self._broken is None:
+            await self._recover()
+            await self._until(self._all_over, PATIENCE_S, None)
+            if self._broken is None:
+                self._guard(self._close)
+        for task in (*tasks, *self._users):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._users, return_exceptions=True)
+        return Report(
+            plan.seed,
+            str(self._broken or ""),
+            self._now(),
+            self.network.sent,
+            dict(self.ledger.counts),
+            self.trace,
+        )
+
+    async def _until(self, done: Callable[[], bool], limit_s: float, why: str | None) -> None:
+        end = self._now() + limit_s
+        while not done() and self._broken is None:
+            if self._now() > end:
+                if why:
+                    self._fail(why)
+                return
+            await asyncio.sleep(0.25)
+
+    def _all_know_all(self) -> bool:
+        return all(len(host.peer.members.here()) == len(self.up()) for host in self.up())
+
+    def _all_over(self) -> bool:
+        stories = self.ledger.stories
+        return not self._users and all(stories[w].ended for w in self.ledger.acknowledged)
+
+    def _close(self) -> None:
+        for workflow in self.ledger.acknowledged:
+            if not self.ledger.stories[workflow].ended:
+                raise Violation(f"{workflow} never came to its end: {self._why(workflow)}")
+        if self._followed:
+            raise Violation(f"users still wait for an answer about {sorted(self._followed)}")
+        self.ledger.close()
+        for host in self.up():
+            host.enactment.admission.sanity_check()
+            self._check_bounds(host)
+
+    def _why(self, workflow: str) -> str:
+        """What the peers themselves say."""
+        for host in self.up():
+            run = host.enactment.home.get(workflow)
+            if run is not None and not run.over:
+                waits = [
+                    f"{t.id} ({t.state}): {host.enactment.home.waiting_for(run, t)}"
+                    for t in run.tasks.values()
+                    if t.state not in ("succeeded", "failed", "skipped", "cancelled")
+                ]
+                return f"peer {host.index} says " + "; ".join(waits[:3])
+        reasons = {
+            f"peer {h.index}: {h.enactment.elections.reason(workflow)}"
+            for h in self.up()
+            if workflow in h.enactment.keeping.replicas
+        }
+        return "; ".join(sorted(reasons)) or "nobody has a copy of it"
+
+    async def _look(self) -> None:
+        """Between the steps: nothing grows without bounds, and what waits says for what."""
+        while True:
+            await asyncio.sleep(1.0)
+            for host in self.up():
+                self._guard(host.enactment.admission.sanity_check)
+                self._guard(lambda host=host: self._check_reasons(host))  # type: ignore[misc]
+
+    def _check_reasons(self, host: Host) -> None:
+        home = host.enactment.home
+        for run in home.active():
+            for task in run.tasks.values():
+                if task.state in ("waiting", "pending", "retrying", "running"):
+                    text = home.waiting_for(run, task)
+                    if not text:
+                        raise Violation(f"{run.id}/{task.id} is {task.state} and does not say why")
+
+    def _check_bounds(self, host: Host) -> None:
+        config, peer = self._config, host.peer
+        assert len(peer.rpc._pending) <= config.pending_calls_max
+        assert len(peer.rpc._served) <= config.answers_kept_max
+        assert peer.records.store.count <= config.records_max
+        for workflow, lead in host.enactment.keeping.leads.items():
+            assert len(lead.waiters) < 1000, f"{workflow}: waiters pile up"
+            assert len(lead.tail) <= config.tail_entries_max + 64, f"{workflow}: its tail grows"
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ----------------------------------------------------------------- users
+
+    async def _user(self) -> None:
+        plan = self.plan
+        for number in range(plan.workflows):
+            task = asyncio.ensure_future(self._submit(number))
+            self._users.add(task)
+            task.add_done_callback(self._users.discard)
+            await asyncio.sleep(self.rng.random() * 1.2 * plan.seconds / plan.workflows)
+
+    def _document(self, number: int) -> dict[str, Any]:
+        """A few layers, of which some tasks take files from the layer above."""
+        rng = self.rng
+        tasks: dict[str, Any] = {}
+        above: list[str] = ["words"]
+        for layer in range(rng.randint(1, 4)):
+            made = []
+            for i in range(rng.randint(1, self.plan.width)):
+                name = f"t{layer}.{i}"
+                output = f"{'large' if rng.random() < 0.2 else 'small'}.{layer}.{i}"
+                tasks[name] = {
+                    "command": ["work", f"{rng.choice((0.05, 0.3, 1.0, 3.0)):g}"],
+                    "inputs": rng.sample(above, min(len(above), rng.randint(1, 2))),
+                    "outputs": [output],
+                    "retries": 5,
+                }
+                made.append(output)
+            above = made
+        return {"name": f"w{number}", "inputs": {"words": {"text": "hello"}}, "tasks": tasks}
+
+    async def _submit(self, number: int) -> None:
+        document = self._document(number)
+        text = json.dumps(document).encode()
+        key = f"key-{number}" if self.rng.random() < 0.3 else None
+        for _ in range(30):
+            host = self._any()
+            options: dict[str, Any] = {"idempotency": key} if key else {}
+            found = await self._ask(
+                host, host.enactment.gateway.submit(text, options, "somebody", False), 15.0
+            )
+            if isinstance(found, tuple):
+                workflow = found[0]
+                tasks = self.ledger.acknowledged[workflow] = len(document["tasks"])
+                self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
+                self._followed.add(workflow)
+                await self._follow(workflow)
+                self._followed.discard(workflow)
+                return
+            await asyncio.sleep(self.rng.random())
+
+    async def _follow(self, workflow: str) -> None:
+        """Watch it through this peer or that one; now and then, change one's mind."""
+        position = (-1, -1)
+        cancel = self.rng.random() < 0.15
+        while True:
+            host = self._any()
+            gateway = host.enactment.gateway
+            await asyncio.sleep(self.rng.random())
+            if cancel and self.rng.random() < 0.1 and host.up:
+                view = await self._ask(host, gateway.ask("", workflow, "cancel"), 15.0)
+                if isinstance(view, dict):
+                    self.ledger.cancelled.add(workflow)
+                    self.say(f"peer {host.index} acknowledges the cancel of {workflow}")
+                    cancel = False
+                continue
+            if not host.up:
+                continue
+            asked = gateway.ask("", workflow, "events", after=position, wait_s=3.0)
+            page = await self._ask(host, asked, 20.0)
+            if not isinstance(page, dict):
+                continue
+            for event in page["events"]:
+                seq, _, index = event["id"].partition(".")
+                place = (int(seq), int(index))
+                if place <= position:
+                    self._fail(f"{workflow}: event {event['id']} comes after {position}")
+                position = place
+                if event.get("final"):
+                    self._guard(lambda: self.ledger.tells(workflow, event["state"]))  # noqa: B023
+            if page["over"]:
+                break
+        view = None
+        while not isinstance(view, dict):
+            host = self._any()
+            asked = host.enactment.gateway.ask("", workflow, "workflow")
+            view = await self._ask(host, asked, 15.0)
+            await asyncio.sleep(0.5)
+        if view["state"] not in FINAL:
+            self._fail(f"{workflow} is {view['state']} after its end")
+        self._guard(lambda: self.ledger.tells(workflow, view["state"]))
+
+    def _any(self) -> Host:
+        return self.rng.choice(self.up())
+
+    async def _ask(self, host: Host, work: Any, limit_s: float) -> Any:
+        """An answer; None if none comes, or a problem that a user would try again after."""
+        if not host.up:
+            work.close()
+            return None
+        try:
+            return await host.do(work, limit_s)
+        except Problem as problem:
+            if problem.status not in (404, 409, 503, 507):
+                self._fail(f"a user is told {problem.status}: {problem.detail}")
+            return None
+
+    # ----------------------------------------------------------------- faults
+
+    async def _faults(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.every_s))
+            name = self.rng.choice(self.plan.faults)
+            task = asyncio.ensure_future(getattr(self, "_do_" + name.replace("-", "_"))())
+            self._users.add(task)
+            task.add_done_callback(self._users.discard)
+
+    async def _for_a_while(self, what: str, most_s: float = 15.0) -> None:
+        """Harm that ends by itself, and may end early with all others."""
+        self._harm[what] = self._harm.get(what, 0) + 1
+        try:
+            async with asyncio.timeout(most_s * self.rng.random() ** 2):
+                await self._recovering.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._harm[what] -= 1
+            self._calm_since = self._now()
+
+    async def _recover(self) -> None:
+        self._recovering.set()
+        await asyncio.sleep(1.0)
+        self.network.faults = Faults()
+        self.say("the faults are over")
+
+    async def _do_crash(self) -> None:
+        hosts = self.up()
+        if len(hosts) <= max(1, self.plan.peers // 2):
+            return
+        host = self.rng.choice(hosts)
+        self.say(f"peer {host.index} crashes")
+        host.kill()
+        await self._for_a_while("crash", 12.0)
+        if not host.gone:
+            self.say(f"peer {host.index} starts again")
+            self.start(host)
+
+    async def _do_die(self) -> None:
+        """For good. Only when all is well: who loses two keepers at once has lost."""
+        lost = sum(host.gone for host in self.hosts)
+        calm = not any(self._harm.values()) and self._now() - self._calm_since > 20.0
+        if not calm or lost >= self.plan.peers // 3 or len(self.up()) <= 4:
+            return
+        host = self.rng.choice(self.up())
+        host.gone = True
+        self.say(f"peer {host.index} dies for good")
+        host.kill()
+        self._calm_since = self._now()
+
+    async def _do_stop(self) -> None:
+        host = self.rng.choice(self.up())
+        life = host.life
+        assert life is not None
+        if life.stopped:
+            return
+        self.say(f"peer {host.index} stops")
+        life.stop()
+        await self._for_a_while("stop", 12.0)
+        if not life.dead:
+            self.say(f"peer {host.index} goes on")
+            life.go_on()
+
+    async def _do_island(self) -> None:
+        if self.network.island:
+            return
+        count = self.rng.randint(1, len(self.hosts) - 1)
+        chosen = self.rng.sample(self.hosts, count)
+        self.say(f"an island: {sorted(host.index for host in chosen)}")
+        self.network.island = {host.id for host in chosen}
+        await self._for_a_while("island", 25.0)
+        self.network.island = set()
+        self.say("no island any more")
+
+    async def _links(self, what: str, one_way: bool) -> set[tuple[bytes, bytes]]:
+        a, b = self.rng.sample(self.hosts, 2)
+        self.say(f"{what}: {a.index} to {b.index}")
+        return {(a.id, b.id)} if one_way else {(a.id, b.id), (b.id, a.id)}
+
+    async def _do_cut(self, one_way: bool = False) -> None:
+        links = await self._links("one-way cut" if one_way else "cut", one_way)
+        self.network.cut_links |= links
+        await self._for_a_while("cut", 20.0)
+        self.network.cut_links -= links
+
+    async def _do_one_way(self) -> None:
+        await self._do_cut(one_way=True)
+
+    async def _do_clog(self) -> None:
+        links = await self._links("clogged", one_way=True)
+        for link in links:
+            self.network.clogged[link] = 3.0 * self.rng.random()
+        await self._for_a_while("clog", 15.0)
+        for link in links:
+            self.network.clogged.pop(link, None)
+
+    async def _do_lossy(self) -> None:
+        rng = self.rng
+        self.network.faults = Faults(
+            loss=0.3 * rng.random() ** 2, duplication=0.3 * rng.random(), straggling=0.05
+        )
+        self.say(f"messages are lost ({self.network.faults.loss:.0%}), doubled and late")
+        await self._for_a_while("lossy", 20.0)
+        self.network.faults = Faults()
+
+    async def _do_slow_disk(self) -> None:
+        host = self.rng.choice(self.up())
+        self.say(f"peer {host.index} has a slow disk")
+        host.sync_s = host.database.sync_s = 0.3 * self.rng.random()
+        await self._for_a_while("slow-disk", 15.0)
+        host.sync_s = host.database.sync_s = 0.001
+
+    async def _do_full_disk(self) -> None:
+        host = self.rng.choice(self.up())
+        self.say(f"peer {host.index} has a full disk")
+        host.database.full = True
+        await self._for_a_while("full-disk", 10.0)
+        host.database.full = False
+
+
+async def simulate(plan: Plan) -> Report:
+    random.seed(plan.seed)
+    return await World(plan).run()
