@@ -30,6 +30,7 @@ from .work import deadline_at
 
 TASKS_PER_PAGE_MAX = 1000
 EVENTS_PER_PAGE_MAX = 2000
+ENTRIES_PER_PAGE = 200
 FILES_PER_PAGE = 5000
 EVENT_WAIT_S_MAX = 15.0
 VALUES_PER_PAGE = 20_000
@@ -324,7 +325,8 @@ class Answers:
             changed = self._home.journal.changed(run.id)
             found: list[dict[str, Any]] = []
             over = False
-            for entry, _, at, kind, body in self._home.journal.read(run.id, seq - 1, 200):
+            rows = self._home.journal.read(run.id, seq - 1, ENTRIES_PER_PAGE)
+            for entry, _, at, kind, body in rows:
                 for event in events.of_entry(entry, at, kind, body):
                     if entry > seq or int(event["id"].partition(".")[2]) > index:
                         found.append(event)
@@ -332,11 +334,14 @@ class Answers:
                         break
                 if len(found) >= EVENTS_PER_PAGE_MAX:
                     break
-                over = kind == "ended"
+                over = over or kind == "ended"
             if not self._home.knows(run.id):
                 raise Problem(503, f"workflow {run.id} is changing its home; go on in a moment")
             if found or over:
                 return api.EventPage(events=found, over=over)
+            if len(rows) == ENTRIES_PER_PAGE:  # all of them silent: go on behind them
+                seq, index = rows[-1][0], 10**9
+                continue
             try:
                 async with asyncio.timeout_at(deadline):
                     await changed.wait()

@@ -21,8 +21,6 @@ from .shelf import Disk, Shelf, unpack
 PART_BYTES = 256 * 1024
 ZIPPED_BYTES_MIN = 4096
 READ_BYTES_MAX = 2**40
-#: what a user's stream of events is not made of
-SILENT = frozenset({"keepers", "document"})
 
 
 class Journal:

@@ -30,9 +30,7 @@ Failed = tuple[str, str]
 
 
 class Stage:
-    def __init__(
-        self, run: Run, blobs: Blobs, transfer: Transfer, rng: random.Random
-    ) -> None:
+    def __init__(self, run: Run, blobs: Blobs, transfer: Transfer, rng: random.Random) -> None:
         self.arrived = asyncio.Event()
         self._run = run
         self._blobs = blobs

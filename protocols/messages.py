@@ -244,6 +244,7 @@ class Slice(NamedTuple):
     before_epoch: Natural  # of the last of those
     committed: Natural  # entries, from the first on, that a majority has
     entries: tuple[Entry, ...] = ()
+    last: bool = False  # the keeper is none any more, and a majority has agreed to that
 
 
 class Stored(NamedTuple):

@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from types import FrameType
 
 from .loop import run_out
 from .world import FAULTS, Plan, Report, simulate
 
+#: a run that takes so long in real time goes round in circles
+REAL_S_MAX = 120
+RUNS_PER_PROCESS = 4
+
+
+class TooLong(BaseException):
+    pass
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TooLong
+
 
 def one(plan: Plan) -> Report:
-    return run_out(simulate(plan))
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(REAL_S_MAX)
+    try:
+        return run_out(simulate(plan))
+    except TooLong:
+        return Report(plan.seed, f"it does not come to an end within {REAL_S_MAX} s of real time")
+    finally:
+        signal.alarm(0)
+
+
+def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, Report]]:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(jobs, maxtasksperchild=RUNS_PER_PROCESS) as pool:
+        yield from zip(listed, pool.imap(one, listed), strict=True)
 
 
 def plans(options: argparse.Namespace) -> list[Plan]:
@@ -70,12 +98,13 @@ def main() -> int:
     if len(listed) == 1:
         report = one(listed[0])
         tell(report, listed[0], trace=not options.verbose)
-        return 1 if report.violation else 0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for plan, report in zip(listed, pool.map(one, listed, chunksize=1), strict=True):
-            bad += bool(report.violation)
-            if report.violation:
-                tell(report, plan, trace=False)
+        sys.stdout.flush()
+        os._exit(1 if report.violation else 0)  # nobody of that world wakes up once more
+    for plan, report in many(listed, options.jobs):
+        bad += bool(report.violation)
+        if report.violation:
+            tell(report, plan, trace=False)
+            sys.stdout.flush()
     print(f"{len(listed)} runs, {bad} violations, {time.monotonic() - start:.0f} s")
     return 1 if bad else 0
 

@@ -38,7 +38,10 @@ class _Story:
 
     entries: list[tuple[int, int]] = field(default_factory=list)  # epoch, check sum
     era: int = 0  # how often a home went on without a majority
-    won: dict[str, dict[str, bytes]] = field(default_factory=dict)  # task → its outputs
+    won: set[str] = field(default_factory=set)  # tasks that have succeeded
+    made: set[tuple[str, bytes]] = field(default_factory=set)  # files that counted once
+    given_up: set[str] = field(default_factory=set)  # tasks that ended otherwise
+    cancelled: bool = False
     commits: Counter[str] = field(default_factory=Counter)
     started: set[tuple[str, int, bytes, int]] = field(default_factory=set)
     staged: set[bytes] = field(default_factory=set)
@@ -89,6 +92,7 @@ class Ledger:
         story.era = era
         story.entries.clear()
         story.won.clear()
+        story.given_up.clear()
         story.commits.clear()
         story.started.clear()
         story.staged.clear()
@@ -121,9 +125,17 @@ class Ledger:
             for row, _, verdict in body["outcomes"]:
                 if verdict == "succeeded":
                     self._won(workflow, story, Outcome(*row))
+                elif verdict == "failed":
+                    story.given_up.add(row[0][1])
+        elif entry.kind == "lost":
+            story.given_up.update(row[0] for row in body["attempts"] if row[3] == "failed")
+        elif entry.kind == "skipped":
+            story.given_up.update(task for task, _, _ in body["tasks"])
+        elif entry.kind == "cancelled":
+            story.cancelled = True
         elif entry.kind == "reopened":
             for task, _ in body["tasks"]:
-                story.won.pop(task, None)
+                story.won.discard(task)
                 story.commits[task] -= 1
                 self.counts["reopened"] += 1
         elif entry.kind == "started":
@@ -144,7 +156,8 @@ class Ledger:
         self.counts["tasks"] += 1
         if story.commits[task] > 1:
             raise Violation(f"{workflow}: {task} has two results that count")
-        story.won[task] = {file[0]: file[1] for file in ended.outputs}
+        story.won.add(task)
+        story.made.update((file[0], file[1]) for file in ended.outputs)
 
     def begins(self, host: Host, work: Work) -> None:
         """An attempt has its inputs and begins to run."""
@@ -155,9 +168,7 @@ class Ledger:
             if maker is None:
                 if file.hash not in story.staged:
                     raise Violation(f"{key} runs with an input that was never agreed on")
-            elif story.won.get(maker, {}).get(file.name) != file.hash and not self._undone(
-                story, maker
-            ):
+            elif (file.name, file.hash) not in story.made:
                 raise Violation(f"{key} runs with {file.name}, which {maker} is not agreed to have")
         held = host.enactment.executor._held.get(key)
         home = held.home if held else b""
@@ -167,14 +178,12 @@ class Ledger:
         if host.workshop.running >= host.slots:
             raise Violation(f"peer {host.index} runs more than it has room for")
 
-    def _undone(self, story: _Story, maker: str) -> bool:
-        """Its outputs were lost since this was given away: it is being made again."""
-        return maker not in story.won
-
     def lets_go(self, host: Host, ended: Outcome) -> None:
         """An executing peer forgets an outcome, as its home has it."""
         story = self.stories[ended.key.workflow]
-        if ended.kind == "ok" and not story.ended and not story.commits[ended.key.task]:
+        task = ended.key.task
+        needless = story.ended or story.cancelled or task in story.given_up
+        if ended.kind == "ok" and not needless and not story.commits[task]:
             given = (ended.key.task, ended.key.number, host.id, ended.epoch)
             if given in story.started:
                 raise Violation(f"{ended.key}: its result was let go, and does not count")

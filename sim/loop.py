@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -119,12 +120,20 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+_ENDED: list[VirtualLoop] = []
+
+
 def run_out(work: Coroutine[Any, Any, T]) -> T:
-    """The same; but what others are still at then just stops, as the killed have."""
+    """The same; but what others are still at then just stops, as the killed have.
+
+    Their loop is kept, so that nothing of them wakes up to be cleaned away: for processes that do
+    a few of these and end."""
     loop = VirtualLoop()
+    _ENDED.append(loop)
     asyncio.set_event_loop(loop)
+    gc.disable()  # it would take time, and find what must stay as it is
     try:
         return loop.run_until_complete(work)
     finally:
         asyncio.set_event_loop(None)
-        loop.close()
+        gc.enable()

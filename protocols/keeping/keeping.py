@@ -52,6 +52,7 @@ class Lead:
     syncing: tuple[asyncio.Future[None], list[int]] | None = None
     alone: bool = True  # born here and on no other disk yet
     parting: dict[bytes, int] = field(default_factory=dict)  # ex-keepers → the entry that says so
+    turns: Counter[bytes] = field(default_factory=Counter)  # how often each came or went as keeper
 
 
 @dataclass(slots=True)
@@ -299,6 +300,20 @@ class Keeping:
         if not replica.home:
             self.on_vacant(workflow)
 
+    def changes(self, workflow: str, keepers: tuple[bytes, ...]) -> None:
+        """Who came and who goes: what was known of their copies is not any more."""
+        lead, replica = self.leads[workflow], self.replicas[workflow]
+        for peer in set(keepers) ^ set(replica.keepers):
+            lead.turns[peer] += 1
+            lead.have.pop(peer, None)
+            lead.told.pop(peer, None)
+            lead.parting.pop(peer, None)
+            if peer in keepers:
+                lead.sent[peer] = 0
+            else:
+                lead.parting[peer] = replica.count
+        self.append(workflow, "keepers", msgpack.packb({"keepers": keepers}))
+
     def lead(self, workflow: str, epoch: int) -> Lead:
         """A majority has granted this epoch: the first entry of it says so to everybody."""
         replica = self.replicas[workflow]
@@ -339,15 +354,16 @@ class Keeping:
                 if await self._send(contact, slices):
                     delay_s = 0.1
                 else:
-                    for one in slices:
+                    for one, _ in slices:
                         courier.dirty[one.workflow] = None
                     await asyncio.sleep(delay_s * (0.75 + self.rng.random() / 2))
                     delay_s = min(1.0, delay_s * 2)
         finally:
             del self._couriers[keeper]
 
-    def _slices(self, keeper: bytes, courier: _Courier) -> list[Slice]:
-        found: list[Slice] = []
+    def _slices(self, keeper: bytes, courier: _Courier) -> list[tuple[Slice, int]]:
+        """Each with the keeper's turn: an answer to a former one counts no more."""
+        found: list[tuple[Slice, int]] = []
         left = self.config.keep_bytes_max
         while courier.dirty and left > 0 and len(found) < self.config.keep_slices_max:
             workflow = next(iter(courier.dirty))
@@ -357,74 +373,85 @@ class Keeping:
                 continue
             if keeper not in replica.keepers and keeper not in lead.parting:
                 continue
-            start = min(lead.sent.get(keeper, 0), replica.count)
-            entries = self._stretch(lead, replica, start, left)
-            if not entries and not self._has_news(replica, lead, keeper):
+            end = replica.count
+            if keeper in lead.parting:
+                end = lead.parting[keeper] + 1
+                if replica.committed < end:
+                    continue  # it is told when that is agreed on
+            start = min(lead.sent.get(keeper, 0), end)
+            entries = self._stretch(lead, replica, start, end, left)
+            last = keeper in lead.parting and start + len(entries) == end
+            if not entries and not last and not self._has_news(replica, lead, keeper):
                 continue
             left -= 100 + sum(len(entry.body) + 60 for entry in entries)
             before_epoch = replica.epoch_at(start - 1)
-            found.append(
-                Slice(workflow, lead.epoch, start, before_epoch, replica.committed, entries)
-            )
+            committed = min(replica.committed, end)
+            one = Slice(workflow, lead.epoch, start, before_epoch, committed, entries, last)
+            found.append((one, lead.turns[keeper]))
         return found
 
     def _has_news(self, replica: Replica, lead: Lead, keeper: bytes) -> bool:
         """Without any entry for it: that it should say what it has, or that something counts."""
-        unheard = keeper not in lead.have and keeper not in lead.parting
         untold = lead.told.get(keeper, 0) < replica.committed
-        return unheard or (untold and (replica.over or keeper in lead.parting))
+        return keeper not in lead.have or (untold and replica.over)
 
     def _stretch(
-        self, lead: Lead, replica: Replica, start: int, bytes_max: int
+        self, lead: Lead, replica: Replica, start: int, end: int, bytes_max: int
     ) -> tuple[Entry, ...]:
         """Entries from there on, from memory if they are there; at least one if there is any."""
-        if start >= replica.count:
+        if start >= end:
             return ()
         if not lead.tail or lead.tail[0].seq > start:
-            end = lead.tail[0].seq if lead.tail else lead.synced
+            end = min(end, lead.tail[0].seq if lead.tail else lead.synced)
             return tuple(self.shelf.entries(replica.workflow, start, end, bytes_max))
         found: list[Entry] = []
         for entry in lead.tail:
-            if entry.seq >= start:
+            if start <= entry.seq < end:
                 bytes_max -= len(entry.body) + 60
                 if found and bytes_max < 0:
                     break
                 found.append(entry)
         return tuple(found)
 
-    async def _send(self, contact: Contact, slices: list[Slice]) -> bool:
+    async def _send(self, contact: Contact, slices: list[tuple[Slice, int]]) -> bool:
         loop = asyncio.get_running_loop()
         doubt = loop.call_later(self.config.keep_doubt_s, self.on_doubt, contact)
         try:
-            message = Keep.of(tuple(slices))
+            message = Keep.of(tuple(one for one, _ in slices))
             answer = await self.rpc.call(contact, message, Kept, self.config.keep_timeout_s)
         except CallFailed:
             self.counts["keeps_failed"] += 1
             return False
         finally:
             doubt.cancel()
-        for one, stored in zip(slices, answer.stored, strict=False):
+        for (one, turn), stored in zip(slices, answer.stored, strict=False):
             if stored.workflow == one.workflow:
-                self._stored(contact.id, one, stored)
+                self._stored(contact.id, one, turn, stored)
         return True
 
-    def _stored(self, keeper: bytes, sent: Slice, stored: Stored) -> None:
+    def _stored(self, keeper: bytes, sent: Slice, turn: int, stored: Stored) -> None:
         lead, replica = self.leads.get(sent.workflow), self.replicas.get(sent.workflow)
         if lead is None or replica is None or lead.epoch != sent.epoch:
             return
-        if stored.epoch > lead.epoch or stored.refusal in ("epoch", "exists"):
+        if lead.turns[keeper] != turn:
+            self.tell(keeper, sent.workflow)
+        elif stored.epoch > lead.epoch or stored.refusal in ("epoch", "exists"):
             replica.home = b""
             self.depose(sent.workflow)
         elif stored.refusal:
             lead.sent[keeper] = min(stored.entries, sent.before)
             lead.have.setdefault(keeper, 0)
             self.tell(keeper, sent.workflow)
+        elif keeper in lead.parting:
+            lead.sent[keeper] = stored.entries
+            if sent.last:
+                del lead.parting[keeper]
+            else:
+                self.tell(keeper, sent.workflow)
         else:
             lead.have[keeper] = max(lead.have.get(keeper, 0), stored.entries)
             lead.sent[keeper] = max(lead.sent.get(keeper, 0), stored.entries)
             lead.told[keeper] = max(lead.told.get(keeper, 0), sent.committed)
-            if keeper in lead.parting and sent.committed > lead.parting[keeper]:
-                del lead.parting[keeper]
             self.advance(replica, lead)
             if lead.sent[keeper] < replica.count:
                 self.tell(keeper, sent.workflow)
@@ -446,11 +473,11 @@ class Keeping:
         stored = [self._take(sender.id, found, writes) for found in message.slices]
         # also without any: what is here since an earlier message may not be on disk yet
         await self.shelf.write(writes)
-        for found in message.slices:
+        for found, answer in zip(message.slices, stored, strict=True):
             replica = self.replicas.get(found.workflow)
-            if replica is None or found.workflow in self.leads:
+            if replica is None or found.workflow in self.leads or answer.refusal:
                 continue
-            if self._is_out(replica):
+            if found.last and replica.promised == found.epoch:
                 self.drop(found.workflow)
             elif replica.over:
                 del self.replicas[found.workflow]  # nothing more is to come: the disk has it
@@ -483,11 +510,6 @@ class Keeping:
             writes.append(Write(workflow, found.epoch, taken.cut_at, taken.entries, over))
         self.counts["entries_kept"] += len(taken.entries)
         return Stored(workflow, found.epoch, taken.agreed, taken.refusal)
-
-    def _is_out(self, replica: Replica) -> bool:
-        """A majority has agreed that this peer is no keeper of it any more."""
-        agreed = replica.agreed_keepers
-        return replica.config_agreed and bool(agreed) and self.rpc.me.id not in agreed
 
     def drop(self, workflow: str) -> None:
         """This copy is one too many. What was promised stays."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgpack
-
 from ..members import State
 from .keeping import Keeping, Lead
 from .place import closest
@@ -53,11 +51,7 @@ class Tending:
         keepers = self.wanted(replica)
         if keepers == replica.keepers:
             return
-        lead.sent.update({k: 0 for k in keepers if k not in replica.keepers})
-        for gone in set(replica.keepers) - set(keepers):
-            lead.parting[gone] = replica.count
-            lead.have.pop(gone, None)
-        self._keeping.append(replica.workflow, "keepers", msgpack.packb({"keepers": keepers}))
+        self._keeping.changes(replica.workflow, keepers)
 
     def wanted(self, replica: Replica) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
