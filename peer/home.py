@@ -637,7 +637,7 @@ class Home:
         for ended in message.outcomes:
             id = ended.key.workflow
             self._at[sender.id].pop(ended.key, None)
-            if self.journal.keeping.is_home(id) or self.journal.is_over(id):
+            if self.knows(id):  # elected, but not in office yet, is not enough
                 by_run[id].append(ended)
             elif (home := self.journal.keeping.follows(id)) is not None:
                 moved[id] = home
@@ -680,7 +680,7 @@ class Home:
         run = self._active.get(id)
         if run is not None and ended.key.task in run.tasks:
             self._take(run, me, [ended])
-        return run is not None or self.journal.keeping.is_home(id) or self.journal.is_over(id)
+        return run is not None or self.knows(id)
 
     async def _take_enclosed(self, ended: Outcome) -> None:
         for hash, data in ended.enclosed:

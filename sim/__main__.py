@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from .loop import run_out
+from .mutants import MUTANTS, applied
 from .world import FAULTS, Plan, Report, simulate
 
 #: a run that takes so long in real time goes round in circles
@@ -32,7 +33,8 @@ def one(plan: Plan) -> Report:
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(REAL_S_MAX)
     try:
-        return run_out(simulate(plan))
+        with applied(plan.mutant):
+            return run_out(simulate(plan))
     except TooLong:
         return Report(plan.seed, f"it does not come to an end within {REAL_S_MAX} s of real time")
     finally:
@@ -45,7 +47,7 @@ def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, Report]]:
         yield from zip(listed, pool.imap(one, listed), strict=True)
 
 
-def plans(options: argparse.Namespace) -> list[Plan]:
+def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
     faults = tuple(options.faults.split(",")) if options.faults else FAULTS
     return [
         Plan(
@@ -57,6 +59,7 @@ def plans(options: argparse.Namespace) -> list[Plan]:
             keepers=options.keepers,
             majority_lost_s=options.majority_lost,
             faults=faults,
+            mutant=mutant,
         )
         for seed in range(options.seed, options.seed + options.seeds)
     ]
@@ -69,6 +72,22 @@ def tell(report: Report, plan: Plan, trace: bool) -> None:
     print(f"seed {plan.seed}: {report.virtual_s:.0f} s, {report.messages:,} messages, {counts}")
     if report.violation:
         print(f"VIOLATION: {report.violation}\nreplay it: {plan.command()}")
+
+
+def hunt(options: argparse.Namespace) -> int:
+    """For each rule, the first run that notices that it is broken."""
+    survived = []
+    for name in MUTANTS:
+        for plan, report in many(plans(options, name), options.jobs):
+            if report.violation:
+                print(f"{name}: noticed by seed {plan.seed}: {report.violation[:100]}")
+                break
+        else:
+            survived.append(name)
+            print(f"{name}: NOT NOTICED in {options.seeds} runs")
+        sys.stdout.flush()
+    print(f"{len(MUTANTS) - len(survived)} of {len(MUTANTS)} mutants noticed")
+    return 1 if survived else 0
 
 
 def main() -> int:
@@ -87,12 +106,16 @@ def main() -> int:
     parser.add_argument("--keepers", type=int, default=default.keepers)
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
+    parser.add_argument("--mutants", action="store_true", help="break each: all must be noticed")
     parser.add_argument("--verbose", action="store_true", help="as it happens")
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
     if options.verbose:
         logging.getLogger("valence.sim").setLevel(logging.INFO)
-    listed = plans(options)
+    if options.mutants:
+        return hunt(options)
+    listed = plans(options, options.mutant)
     start = time.monotonic()
     bad = 0
     if len(listed) == 1:

@@ -55,6 +55,7 @@ class Ledger:
         self.cancelled: set[str] = set()  # cancels that were acknowledged
         self.counts: Counter[str] = Counter()
         self.stories: dict[str, _Story] = defaultdict(_Story)
+        self.ran: Counter[tuple[AttemptKey, bytes, int]] = Counter()
         self.lax = False  # a majority may be lost for good: what only it knew may be
 
     # ----------------------------------------------------------------- at once
@@ -122,9 +123,9 @@ class Ledger:
         if story.ended and entry.kind not in ("home", "keepers", "forced"):
             raise Violation(f"{workflow}: {entry.kind} after its end")
         if entry.kind == "finished":
-            for row, _, verdict in body["outcomes"]:
+            for row, peer, verdict in body["outcomes"]:
                 if verdict == "succeeded":
-                    self._won(workflow, story, Outcome(*row))
+                    self._won(workflow, story, Outcome(*row), peer)
                 elif verdict == "failed":
                     story.given_up.add(row[0][1])
         elif entry.kind == "lost":
@@ -150,8 +151,11 @@ class Ledger:
         elif entry.kind == "keepers":
             self.counts["keeper_sets"] += 1
 
-    def _won(self, workflow: str, story: _Story, ended: Outcome) -> None:
-        task = AttemptKey(*ended.key).task
+    def _won(self, workflow: str, story: _Story, ended: Outcome, peer: bytes) -> None:
+        key = AttemptKey(*ended.key)
+        task = key.task
+        if (task, key.number, peer, ended.epoch) not in story.started:
+            raise Violation(f"{key}: a result counts that nobody was asked for")
         story.commits[task] += 1
         self.counts["tasks"] += 1
         if story.commits[task] > 1:
@@ -177,6 +181,12 @@ class Ledger:
             raise Violation(f"{key} was given away before that was agreed on")
         if host.workshop.running >= host.slots:
             raise Violation(f"peer {host.index} runs more than it has room for")
+
+    def ends(self, host: Host, work: Work) -> None:
+        """An attempt has run to its end; what it made is not told to anybody yet."""
+        self.ran[work.key, host.id, work.epoch] += 1
+        if self.ran[work.key, host.id, work.epoch] > 1:
+            raise Violation(f"{work.key} ran twice at peer {host.index}")
 
     def lets_go(self, host: Host, ended: Outcome) -> None:
         """An executing peer forgets an outcome, as its home has it."""

@@ -29,6 +29,7 @@ FAULTS = (
     "crash", "die", "stop", "island", "cut", "one-way", "clog", "lossy", "slow-disk", "full-disk",
 )  # fmt: skip
 PATIENCE_S = 240.0
+QUIET_S = 15.0  # after the last end: time for leases to expire
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Plan:
     majority_lost_s: float = float("inf")
     keepers: int = 3
     width: int = 6  # of workflows, at most
-    churn_per_minute: float = 0.0  # share of the peers that are replaced, see `replaced`
     config: Config = LAN
+    mutant: str = ""  # a rule that is broken on purpose
 
     def command(self) -> str:
         default = Plan(self.seed)
@@ -56,6 +57,8 @@ class Plan:
             words.append("--faults " + ",".join(self.faults))
         if self.majority_lost_s != default.majority_lost_s:
             words.append(f"--majority-lost {self.majority_lost_s:g}")
+        if self.mutant:
+            words.append(f"--mutant {self.mutant}")
         return " ".join(words)
 
 
@@ -120,6 +123,7 @@ class World:
 
         keeping.on_committed = agreed
         host.workshop.on_begin = lambda work: self._guard(lambda: self._begins(host, work))
+        host.workshop.on_end = lambda work: self._guard(lambda: ledger.ends(host, work))
         host.workshop.failing = 0.02
         executor = host.enactment.executor
         let_go = executor.on_let_go
@@ -179,6 +183,7 @@ class World:
         if self._broken is None:
             await self._recover()
             await self._until(self._all_over, PATIENCE_S, None)
+            await asyncio.sleep(QUIET_S)
             if self._broken is None:
                 self._guard(self._close)
         for task in (*tasks, *self._users):
@@ -219,7 +224,10 @@ class World:
             raise Violation(f"users still wait for an answer about {sorted(self._followed)}")
         self.ledger.close()
         for host in self.up():
-            host.enactment.admission.sanity_check()
+            admission = host.enactment.admission
+            admission.sanity_check()
+            if admission.free != admission.capacity or host.workshop.running:
+                raise Violation(f"peer {host.index} has nothing to do, and not all its room free")
             self._check_bounds(host)
 
     def _why(self, workflow: str) -> str:

@@ -1,0 +1,290 @@
+"""Rules, each broken on purpose: what the simulator does not notice, it does not prove.
+
+Every mutant changes the running code of one process, for as long as it is applied. Nothing outside
+of here knows of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peer.home
+import protocols.keeping.election
+import protocols.keeping.replica
+from peer.home import Home
+from peer.journal import Journal
+from peer.run import Run
+from peer.shelf import Shelf
+from protocols.admission import Admission
+from protocols.keeping.election import Elections
+from protocols.keeping.keeping import Keeping
+from protocols.keeping.replica import Replica
+from protocols.keeping.tending import Tending
+from protocols.members import State
+from protocols.messages import Elected, Vote
+from protocols.rpc import Rpc
+
+Patch = tuple[Any, str, Any]
+MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
+
+
+def mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    MUTANTS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    patches = MUTANTS[name]() if name else []
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    for owner, attribute, value in patches:
+        setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in before:
+            setattr(owner, attribute, value)
+
+
+@mutant
+def one_copy_is_a_majority() -> list[Patch]:
+    def one(count: int) -> int:
+        return 1
+
+    return [
+        (protocols.keeping.replica, "majority", one),
+        (protocols.keeping.election, "majority", one),
+    ]
+
+
+@mutant
+def keepers_follow_lower_epochs() -> list[Patch]:
+    take = Keeping._take
+
+    def lax(self: Any, home: bytes, found: Any, writes: Any) -> Any:
+        replica = self.replicas.get(found.workflow)
+        if replica is not None and found.workflow not in self.leads:
+            replica.promised = min(replica.promised, found.epoch)
+        return take(self, home, found, writes)
+
+    return [(Keeping, "_take", lax)]
+
+
+@mutant
+def votes_are_not_written_down() -> list[Patch]:
+    async def elect(self: Any, sender: Any, message: Any) -> Any:
+        votes = [self._vote(sender.id, asked, []) for asked in message.candidacies]
+        for vote in votes:
+            replica = self._keeping.replicas.get(vote.workflow)
+            if vote.granted and replica is not None:  # nor remembered
+                replica.promised = min(replica.promised, max(1, replica.last_epoch))
+        return Elected(votes=tuple(votes))
+
+    return [(Elections, "_elect", elect)]
+
+
+@mutant
+def keepers_answer_before_their_disk_has_it() -> list[Patch]:
+    keep = Keeping._keep
+
+    class Hasty:
+        def __init__(self, shelf: Any) -> None:
+            self._shelf = shelf
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._shelf, name)
+
+        def write(self, writes: Any, soon: bool = False) -> Any:
+            self._shelf.write(writes, soon)
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(None)
+            return done
+
+    async def hasty(self: Any, sender: Any, message: Any) -> Any:
+        shelf, self.shelf = self.shelf, Hasty(self.shelf)
+        try:
+            return await keep(self, sender, message)
+        finally:
+            self.shelf = shelf
+
+    return [(Keeping, "_keep", hasty)]
+
+
+@mutant
+def a_home_counts_itself_before_its_disk_has_it() -> list[Patch]:
+    sync = Keeping._sync
+
+    def hasty(self: Any, replica: Any, lead: Any, done: Any) -> None:
+        sync(self, replica, lead, done)
+        lead.synced = replica.count
+
+    return [(Keeping, "_sync", hasty)]
+
+
+@mutant
+def copies_that_are_behind_get_votes() -> list[Patch]:
+    def lax(self: Any, asked: Any) -> str:
+        return "" if asked.epoch > self.promised else "promised already"
+
+    return [(Replica, "why_not", lax)]
+
+
+@mutant
+def who_has_no_copy_votes() -> list[Patch]:
+    vote = Elections._vote
+
+    def lax(self: Any, candidate: bytes, asked: Any, writes: Any) -> Any:
+        found = vote(self, candidate, asked, writes)
+        if "no copy" in found.why:
+            return Vote(asked.workflow, True, asked.epoch)
+        return found
+
+    return [(Elections, "_vote", lax)]
+
+
+@mutant
+def keepers_are_swapped_at_once() -> list[Patch]:
+    def swap(self: Any, replica: Any) -> tuple[bytes, ...]:
+        members, me = self._keeping.members, self._keeping.rpc.me.id
+        alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
+        gone = [k for k in replica.keepers if k not in alive and k != me]
+        free = [p for p in alive if p not in replica.keepers]
+        there = [k for k in replica.keepers if k not in gone]
+        return (*there, *free[: len(gone)]) if gone and free else replica.keepers
+
+    def tend(self: Any, replica: Any, lead: Any) -> None:
+        keepers = swap(self, replica)
+        if keepers != replica.keepers:
+            self._keeping.changes(replica.workflow, keepers)
+
+    return [(Tending, "_tend", tend)]
+
+
+@mutant
+def what_was_given_up_leaves_no_promise() -> list[Patch]:
+    statements = Shelf._statements
+
+    def forgetful(self: Any, one: Any) -> Any:
+        found = statements(self, one)
+        if one.forget:
+            found.append(("delete from copies where workflow = ?", (one.workflow,)))
+        return found
+
+    return [(Shelf, "_statements", forgetful)]
+
+
+@mutant
+def a_home_begins_before_its_keepers_know() -> list[Patch]:
+    take_office = Elections._take_office
+
+    def hasty(self: Any, workflow: str, epoch: int, *more: Any) -> None:
+        take_office(self, workflow, epoch, *more)
+        replica = self._keeping.replicas[workflow]
+        replica.committed = max(replica.committed, replica.count - 1)
+        self._on_home(workflow)
+
+    return [(Elections, "_take_office", hasty), (Elections, "_in_office", lambda *_: None)]
+
+
+@mutant
+def submissions_are_acknowledged_early() -> list[Patch]:
+    return [(Journal, "kept", _unless("submit"))]
+
+
+@mutant
+def work_is_given_away_before_that_counts() -> list[Patch]:
+    return [(Journal, "kept", _unless("_dispatch"))]
+
+
+def _unless(caller: str) -> Any:
+    kept = Journal.kept
+
+    async def hasty(self: Any, workflow: str) -> None:
+        if sys._getframe(1).f_code.co_name != caller:
+            await kept(self, workflow)
+
+    return hasty
+
+
+@mutant
+def outcomes_are_acknowledged_early() -> list[Patch]:
+    async def hasty(self: Any, id: str) -> bool:
+        return True
+
+    return [(Home, "_counts_now", hasty)]
+
+
+@mutant
+def results_are_used_before_they_count() -> list[Patch]:
+    apply = Run.apply
+
+    def hasty(self: Any, kind: str, body: Any, at: float, epoch: int) -> None:
+        apply(self, kind, body, at, epoch)
+        counts_now(self, kind, body)
+
+    counts_now = Run.counts_now
+    take = Home._take
+
+    def go_on(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
+        take(self, run, peer, outcomes)
+        if self._active.get(run.id) is run:
+            self._place_ready(run)
+
+    return [
+        (Run, "apply", hasty),
+        (Run, "counts_now", lambda *_: None),
+        (Home, "_take", go_on),
+    ]
+
+
+@mutant
+def a_second_result_counts_too() -> list[Patch]:
+    return [(peer.home, "FINAL", frozenset())]
+
+
+@mutant
+def outcomes_of_no_attempt_count() -> list[Patch]:
+    take = Home._take
+
+    def lax(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
+        changed = []
+        for ended in outcomes:
+            attempt = run.tasks[ended.key.task].attempt(ended.key.number)
+            if attempt is not None:
+                ended = ended._replace(epoch=attempt.epoch)
+                peer = attempt.peer
+            changed.append(ended)
+        take(self, run, peer, changed)
+
+    return [(Home, "_take", lax)]
+
+
+@mutant
+def leases_never_expire() -> list[Patch]:
+    return [(Admission, "expire", lambda self, now: None)]
+
+
+@mutant
+def calls_are_carried_out_again() -> list[Patch]:
+    def forgetful(self: Any, sender: Any, id: int, message: Any) -> None:
+        self._start(sender, id, message)
+
+    return [(Rpc, "_request", forgetful)]
+
+
+@mutant
+def any_lease_is_good_enough() -> list[Patch]:
+    commit = Admission.commit
+
+    def lax(self: Any, home: bytes, lease_id: int, unit: Any, now: float) -> str:
+        found = commit(self, home, lease_id, unit, now)
+        if "expired" in found:
+            self._running[unit] = (self.capacity._replace(memory_bytes=0), 0.0)
+            return "run"
+        return found
+
+    return [(Admission, "commit", lax)]
