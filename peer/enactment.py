@@ -88,6 +88,7 @@ class Enactment:
         self.home.on_given = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_doubt = liveness.suspect
+        self.keeping.on_company = liveness.stir
         liveness.watched = self._watched
 
     def load(self) -> None:

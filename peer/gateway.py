@@ -185,6 +185,10 @@ class Gateway:
                 rows.extend(api.WorkflowRow.model_validate_json(row) for row in answer.rows)
         rows = _one_each(rows)
         rows.sort(key=lambda row: (row.submitted_at, row.id), reverse=True)
+        # as many copies as a workflow has must be missing before one is
+        keepers = self._home.journal.keeping.config.keepers
+        if len(unanswered) < min(keepers, len(self._members) - 1):
+            unanswered = []
         full = len(rows) >= limit
         rows = rows[:limit]
         last = f"{rows[-1].submitted_at!r},{rows[-1].id}" if full and rows else None

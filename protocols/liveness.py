@@ -40,6 +40,7 @@ from .rpc import CallFailed, Rpc
 #: every so many pings one goes to a peer believed dead
 DEAD_PING_EVERY = 10
 WATCHED_MAX = 48
+WATCHED_FEW = 8
 LATE_S_MAX = 5.0
 
 
@@ -105,11 +106,12 @@ class Liveness:
         return 1 + self._doubt / 2 + 3 * late / self._config.probe_timeout_s
 
     def _to_watch(self) -> list[Member]:
-        """Half of those that are watched, so that each has its turn every other second."""
+        """A few each second; of many half, so that each has its turn every other second."""
         if not self._watches:
             self._watches = [peer for peer in self.watched() if peer != self._rpc.me.id]
             self._watching = bool(self._watches)
-            count = (len(self._watches) + 1) // 2
+            count = len(self._watches)
+            count = count if count <= WATCHED_FEW else (count + 1) // 2
         else:
             count = len(self._watches)
         now, self._watches = self._watches[:count], self._watches[count:]

@@ -39,6 +39,7 @@ class _Story:
     entries: list[tuple[int, int]] = field(default_factory=list)  # epoch, check sum
     era: int = 0  # how often a home went on without a majority
     won: set[str] = field(default_factory=set)  # tasks that have succeeded
+    ever_won: set[str] = field(default_factory=set)  # and those whose results were lost since
     made: set[tuple[str, bytes]] = field(default_factory=set)  # files that counted once
     given_up: set[str] = field(default_factory=set)  # tasks that ended otherwise
     cancelled: bool = False
@@ -161,6 +162,7 @@ class Ledger:
         if story.commits[task] > 1:
             raise Violation(f"{workflow}: {task} has two results that count")
         story.won.add(task)
+        story.ever_won.add(task)
         story.made.update((file[0], file[1]) for file in ended.outputs)
 
     def begins(self, host: Host, work: Work) -> None:
@@ -193,7 +195,7 @@ class Ledger:
         story = self.stories[ended.key.workflow]
         task = ended.key.task
         needless = story.ended or story.cancelled or task in story.given_up
-        if ended.kind == "ok" and not needless and not story.commits[task]:
+        if ended.kind == "ok" and not needless and task not in story.ever_won:
             given = (ended.key.task, ended.key.number, host.id, ended.epoch)
             if given in story.started:
                 raise Violation(f"{ended.key}: its result was let go, and does not count")

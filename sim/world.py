@@ -2,7 +2,9 @@
 
 Peers crash and come back, crash for good, stop and go on; links are cut, cut in one direction,
 clogged; islands form and heal; messages are lost, doubled and late; disks are slow or full; clocks
-differ. Then the faults stop, and everything must come to its end.
+differ; the power fails for many at once. Each world has a share of these only, at a rate of its own
+(swarm testing: what hides behind one fault shows where that is missing). Then the faults stop, and
+everything must come to its end.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +28,8 @@ from .network import Faults, Network
 
 SIM = logging.getLogger("valence.sim")
 FAULTS = (
-    "crash", "die", "stop", "island", "cut", "one-way", "clog", "lossy", "slow-disk", "full-disk",
+    "crash", "power", "die", "stop", "island", "cut", "one-way", "clog", "lossy", "slow-disk",
+    "full-disk",
 )  # fmt: skip
 PATIENCE_S = 240.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
@@ -83,6 +86,12 @@ class World:
         self._config = replace(
             plan.config, keepers=plan.keepers, majority_lost_s=plan.majority_lost_s
         )
+        # this world's own mood
+        count = self.rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
+        self.faults = self.rng.sample(plan.faults, count)
+        self.every_s = plan.every_s * self.rng.choice((0.3, 1.0, 1.0, 2.0))
+        self.sync_s = self.rng.choice((0.001, 0.001, 0.02, 0.2))
+        self.treachery = self.rng.choice((0.0, 0.3))  # who has just acknowledged dies
         self._broken: Violation | None = None
         self._harm: dict[str, int] = {}
         self._calm_since = 0.0
@@ -103,6 +112,7 @@ class World:
         skew_s = self.rng.uniform(-30, 30)
         capacity = Capacity(millicores=1000 * slots, memory_bytes=2**30)
         host = Host(self.network, index, self._config, capacity, skew_s)
+        host.sync_s = self.sync_s
         self.hosts.append(host)
         self.start(host)
         return host
@@ -173,7 +183,8 @@ class World:
         for _ in range(plan.peers):
             self.add_host()
         await self._until(self._all_know_all, 30.0, "the peers never found each other")
-        self.say(f"{plan.peers} peers know each other")
+        mood = f"every {self.every_s:g} s one of {', '.join(sorted(self.faults))}"
+        self.say(f"{plan.peers} peers know each other; {mood}; syncs take {self.sync_s:g} s")
         works = [self._user(), self._faults(), self._look()]
         tasks = [asyncio.ensure_future(work) for work in works]
         end = self._now() + plan.seconds
@@ -304,9 +315,7 @@ class World:
     async def _user(self) -> None:
         plan = self.plan
         for number in range(plan.workflows):
-            task = asyncio.ensure_future(self._submit(number))
-            self._users.add(task)
-            task.add_done_callback(self._users.discard)
+            self._spawn(self._submit(number))
             await asyncio.sleep(self.rng.random() * 1.2 * plan.seconds / plan.workflows)
 
     def _document(self, number: int) -> dict[str, Any]:
@@ -343,6 +352,8 @@ class World:
                 workflow = found[0]
                 tasks = self.ledger.acknowledged[workflow] = len(document["tasks"])
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
+                if self.rng.random() < self.treachery and not self._recovering.is_set():
+                    self._spawn(self._do_crash(host))
                 self._followed.add(workflow)
                 await self._follow(workflow)
                 self._followed.discard(workflow)
@@ -408,11 +419,14 @@ class World:
 
     async def _faults(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / self.plan.every_s))
-            name = self.rng.choice(self.plan.faults)
-            task = asyncio.ensure_future(getattr(self, "_do_" + name.replace("-", "_"))())
-            self._users.add(task)
-            task.add_done_callback(self._users.discard)
+            await asyncio.sleep(self.rng.expovariate(1 / self.every_s))
+            name = self.rng.choice(self.faults)
+            self._spawn(getattr(self, "_do_" + name.replace("-", "_"))())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._users.add(task)
+        task.add_done_callback(self._users.discard)
 
     async def _for_a_while(self, what: str, most_s: float = 15.0) -> None:
         """Harm that ends by itself, and may end early with all others."""
@@ -432,16 +446,31 @@ class World:
         self.network.faults = Faults()
         self.say("the faults are over")
 
-    async def _do_crash(self) -> None:
+    async def _do_crash(self, host: Host | None = None) -> None:
         hosts = self.up()
         if len(hosts) <= max(1, self.plan.peers // 2):
             return
-        host = self.rng.choice(hosts)
+        host = host or self.rng.choice(hosts)
+        if not host.up:
+            return
         self.say(f"peer {host.index} crashes")
         host.kill()
         await self._for_a_while("crash", 12.0)
         if not host.gone:
             self.say(f"peer {host.index} starts again")
+            self.start(host)
+
+    async def _do_power(self) -> None:
+        """Many at once, and back after a while."""
+        if len(self.up()) <= max(1, self.plan.peers // 2):
+            return
+        hosts = self.rng.sample(self.up(), self.rng.randint(1, len(self.up()) - 1))
+        self.say(f"the power fails for {sorted(host.index for host in hosts)}")
+        for host in hosts:
+            host.kill()
+        await self._for_a_while("crash", 12.0)
+        self.say(f"the power is back for {sorted(host.index for host in hosts)}")
+        for host in hosts:
             self.start(host)
 
     async def _do_die(self) -> None:
@@ -516,7 +545,7 @@ class World:
         self.say(f"peer {host.index} has a slow disk")
         host.sync_s = host.database.sync_s = 0.3 * self.rng.random()
         await self._for_a_while("slow-disk", 15.0)
-        host.sync_s = host.database.sync_s = 0.001
+        host.sync_s = host.database.sync_s = self.sync_s
 
     async def _do_full_disk(self) -> None:
         host = self.rng.choice(self.up())

@@ -252,12 +252,39 @@ def test_down_stops_peers_that_were_started_again_by_hand(own_cluster) -> None:
     assert "No local cluster" in cluster.cli("down").stdout
 
 
+def test_a_workflow_outlives_the_peer_that_accepted_it(own_cluster) -> None:
+    """Running and finished; the peer never comes back, nor does its disk."""
+    cluster = own_cluster(4, "--cpus", "2")
+    home = cluster.peers()[1]
+    done = submit(cluster, {"a": {"command": "echo kept > k", "outputs": ["k"]}}, index=1)
+    assert done.wait() == "succeeded"
+    running = submit(cluster, DIAMOND, index=1)
+    wait_for(lambda: progress(cluster.client(1), running.id) > 20, 60)
+    cluster.kill(home["id"])
+    other = cluster.client(2)
+    assert other.workflow(done.id).view()["state"] == "succeeded"
+    again = other.workflow(running.id)
+    assert again.wait() == "succeeded"
+    assert again.read("total").decode().strip() == TOTAL
+    view = again.view()
+    assert view["home"] != home["id"]
+    assert home["id"] not in view["keepers"]
+    moves = [event for event in again.events() if event["type"] == "home"]
+    assert moves
+    assert moves[-1]["peer"] == view["home"]
+    keepers = [p["data"] for p in cluster.peers() if p["id"] in view["keepers"]]
+    for data in keepers:
+        wait_for(lambda data=data: len(committed(data, running.id)) == 200, 10)
+        assert set(committed(data, running.id).values()) == {1}
+
+
 def test_ls_says_whose_workflows_are_missing(own_cluster) -> None:
     cluster = own_cluster(3)
-    home = cluster.peers()[1]
-    workflow = submit(cluster, {"a": {"command": ["true"]}}, index=1)
-    workflow.wait()
-    cluster.kill(home["id"])
-    wait_for(lambda: home["id"][:8] in cluster.cli("ls").stderr, 20)
-    wait_for(lambda: "which is down" in cluster.cli("status", workflow.id).stderr, 20)
-    assert cluster.cli("status", workflow.id).returncode == 1
+    one, two, _ = cluster.peers()
+    workflow = submit(cluster, {"a": {"command": ["sleep", "60"]}}, index=0)
+    cluster.kill(one["id"])
+    cluster.kill(two["id"])
+    wait_for(lambda: two["id"][:8] in cluster.cli("ls").stderr, 20)
+    why = cluster.cli("status", workflow.id)
+    assert why.returncode == 1
+    assert "only 1 of its 3 keepers are here" in why.stderr

@@ -113,8 +113,9 @@ class Elections:
                 pass
             self._wake.clear()
             now = self._now()
+            for workflow in [w for w in self._due if w not in self._keeping.replicas]:
+                del self._due[workflow]
             batch = [w for w, due in self._due.items() if due.at <= now]
-            batch = [w for w in batch if w in self._keeping.replicas]
             if batch:
                 await self._stand(batch[: self._keeping.config.stand_batch_max])
             if now >= check_at:

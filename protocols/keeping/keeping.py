@@ -86,6 +86,7 @@ class Keeping:
         self.on_vacant: Callable[[str], None] = lambda workflow: None  # its home is not known
         self.on_followed: Callable[[str], None] = lambda workflow: None
         self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
+        self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
         self._clock = clock
         self._couriers: dict[bytes, _Courier] = {}
@@ -132,6 +133,8 @@ class Keeping:
             replica.add(entry)
             lead.tail.append(entry)
         alone = len(keepers) == 1
+        if not alone:
+            self.on_company()
         done = self.shelf.first(Write(workflow, epoch, None, entries), patient and alone)
         self._sync(replica, lead, done)
         return at, done
@@ -493,6 +496,7 @@ class Keeping:
             if found.before or not found.entries:
                 return Stored(workflow, promised, 0, "gap")
             replica = Replica(workflow)
+            self.on_company()
         elif shown(found.epoch) == 1 and replica.count and replica.epoch_at(0) != found.epoch:
             # born twice, by one key at two peers: the first one here stays
             return Stored(workflow, replica.promised, 0, "exists")
