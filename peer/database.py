@@ -40,7 +40,8 @@ create table if not exists entries (
     kind text not null, body blob not null, primary key (workflow, seq)
 ) without rowid;
 create table if not exists copies (
-    workflow text primary key, promised integer not null, here integer not null, at real not null
+    workflow text primary key, promised integer not null, here integer not null, at real not null,
+    last_epoch integer not null, count integer not null
 ) without rowid;
 create table if not exists outbox (
     id integer primary key, home blob not null, at real not null, body blob not null

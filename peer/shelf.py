@@ -130,10 +130,12 @@ class Shelf:
             found.append((sql, (workflow, one.cut_at)))
         if one.forget or self._promised.get(workflow) != one.promised:
             sql = (
-                "insert into copies values (?, ?, ?, ?) on conflict (workflow) do update "
-                "set promised = excluded.promised, here = excluded.here, at = excluded.at"
+                "insert into copies values (?, ?, ?, ?, ?, ?) on conflict (workflow) do update set "
+                "promised = excluded.promised, here = excluded.here, at = excluded.at"
             )
-            row = (workflow, one.promised, 0 if one.forget else 1, self._clock())
+            if one.forget:
+                sql += ", last_epoch = excluded.last_epoch, count = excluded.count"
+            row = (workflow, one.promised, 0 if one.forget else 1, self._clock(), *one.position)
             found.append((sql, row))
             self._promised[workflow] = one.promised
             if one.forget:
@@ -187,11 +189,10 @@ class Shelf:
         return [replica for replica in found if replica is not None]
 
     def replica(self, workflow: str) -> Replica | None:
-        sql = "select promised from copies where workflow = ? and here = 1"
-        rows = self._database.read(sql, (workflow,))
-        if not rows:
+        sql = "select 1 from copies where workflow = ? and here = 1"
+        if not self._database.read(sql, (workflow,)):
             return None
-        replica = Replica(workflow, promised=rows[0][0])
+        replica = self.remains(workflow)
         sql = (
             "select epoch, min(seq), max(seq) from entries where workflow = ? "
             "group by epoch order by min(seq)"
@@ -210,10 +211,11 @@ class Shelf:
             replica.committed = replica.ended_at_count
         return replica
 
-    def tombstone(self, workflow: str) -> int:
-        sql = "select promised from copies where workflow = ?"
+    def remains(self, workflow: str) -> Replica:
+        sql = "select promised, last_epoch, count from copies where workflow = ?"
         rows = self._database.read(sql, (workflow,))
-        return int(rows[0][0]) if rows else 0
+        promised, last_epoch, count = rows[0] if rows else (0, 0, 0)
+        return Replica(workflow, promised=promised, floor=(last_epoch, count))
 
 
 def unpack(body: bytes) -> dict[str, Any]:

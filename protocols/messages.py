@@ -264,6 +264,7 @@ class Candidacy(NamedTuple):
     entries: Natural
     last_epoch: Natural
     trial: bool
+    birth: Natural = 0  # the first entry's epoch: one name may have been given twice
 
 
 class Vote(NamedTuple):

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -41,9 +42,15 @@ def one(plan: Plan) -> Report:
         signal.alarm(0)
 
 
+def _silently() -> None:
+    """In a process of its own: coroutines of a world that is over have nothing more to say."""
+    sys.unraisablehook = lambda _: None
+    warnings.simplefilter("ignore", RuntimeWarning)
+
+
 def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, Report]]:
     context = multiprocessing.get_context("fork")
-    with context.Pool(jobs, maxtasksperchild=RUNS_PER_PROCESS) as pool:
+    with context.Pool(jobs, _silently, maxtasksperchild=RUNS_PER_PROCESS) as pool:
         yield from zip(listed, pool.imap(one, listed), strict=True)
 
 

@@ -56,6 +56,8 @@ class Ledger:
         self.cancelled: set[str] = set()  # cancels that were acknowledged
         self.counts: Counter[str] = Counter()
         self.stories: dict[str, _Story] = defaultdict(_Story)
+        self.births: dict[str, int] = {}
+        self.twins: set[str] = set()
         self.ran: Counter[tuple[AttemptKey, bytes, int]] = Counter()
         self.lax = False  # a majority may be lost for good: what only it knew may be
 
@@ -65,7 +67,7 @@ class Ledger:
         """A home says that more of its journal counts."""
         keeping = host.enactment.keeping
         replica, lead = keeping.replicas[workflow], keeping.leads[workflow]
-        story = self.stories[workflow]
+        story = self._story(workflow, replica.birth)
         era = forced(lead.epoch)
         if era > story.era:
             self._begin_era(story, era)
@@ -88,6 +90,19 @@ class Ledger:
             story.entries.append(mark)
             self._read(workflow, story, entry)
         self.counts["entries"] = sum(len(s.entries) for s in self.stories.values())
+
+    def _story(self, workflow: str, birth: int) -> _Story:
+        """One key submitted at two places that do not hear of each other makes two of one name:
+        each has its own journal, and only that is looked at."""
+        if self.births.setdefault(workflow, birth) == birth:
+            return self.stories[workflow]
+        self.twins.add(workflow)
+        self.counts["twins"] = len(self.twins)
+        return self.stories[f"{workflow}@{birth}"]
+
+    def over(self, workflow: str) -> bool:
+        found = [s for name, s in self.stories.items() if name.partition("@")[0] == workflow]
+        return any(story.ended for story in found)
 
     def _begin_era(self, story: _Story, era: int) -> None:
         """It goes on from one copy alone: what that copy does not have is gone, and said to be."""
@@ -168,6 +183,8 @@ class Ledger:
     def begins(self, host: Host, work: Work) -> None:
         """An attempt has its inputs and begins to run."""
         self.counts["attempts"] += 1
+        if work.key.workflow in self.twins:
+            return
         key, story = work.key, self.stories[work.key.workflow]
         for file in work.inputs:
             maker = maker_of(file.name)
@@ -192,6 +209,8 @@ class Ledger:
 
     def lets_go(self, host: Host, ended: Outcome) -> None:
         """An executing peer forgets an outcome, as its home has it."""
+        if ended.key.workflow in self.twins:
+            return
         story = self.stories[ended.key.workflow]
         task = ended.key.task
         needless = story.ended or story.cancelled or task in story.given_up
@@ -202,7 +221,7 @@ class Ledger:
 
     def tells(self, workflow: str, state: str) -> None:
         """A user is told how a workflow ended."""
-        if state not in FINAL:
+        if state not in FINAL or workflow in self.twins:
             return
         story = self.stories[workflow]
         if story.ended != state and not self.lax:
@@ -216,6 +235,8 @@ class Ledger:
     def close(self) -> None:
         for workflow, tasks in self.acknowledged.items():
             story = self.stories[workflow]
+            if workflow in self.twins:
+                continue
             if not story.ended:
                 raise Violation(f"{workflow} was acknowledged, and never came to an end")
             if story.ended == "succeeded" and len(story.won) != tasks:

@@ -24,7 +24,7 @@ class Life:
         self.dead = False
         self.stopped = False
         self.steps = 0
-        self._held: list[tuple[contextvars.Context, Callable[..., Any], tuple[Any, ...]]] = []
+        self._held: list[tuple[contextvars.Context, _Step]] = []
         self.context = NOBODY.copy()
         self.context.run(_LIFE.set, self)
 
@@ -39,17 +39,37 @@ class Life:
         self.stopped = False
         loop = asyncio.get_running_loop()
         held, self._held = self._held, []
-        for context, callback, args in held:
-            loop.call_soon(callback, *args, context=context)
+        for context, step in held:
+            loop.call_soon(step.late, context=context)
 
-    def step(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if self.dead:
+    def hold(self, step: _Step) -> None:
+        self._held.append((contextvars.copy_context(), step))
+
+
+class _Step:
+    """One thing that a peer is to do, if it lives then, and once it goes on."""
+
+    __slots__ = ("args", "callback", "handle", "life")
+
+    def __init__(self, life: Life, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.life = life
+        self.callback = callback
+        self.args = args
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        if self.life.dead:
             return
-        if self.stopped:
-            self._held.append((contextvars.copy_context(), callback, args))
+        if self.life.stopped:
+            self.life.hold(self)
             return
-        self.steps += 1
-        callback(*args)
+        self.life.steps += 1
+        self.callback(*self.args)
+
+    def late(self) -> None:
+        """After a stop: what was called off meanwhile stays undone."""
+        if self.handle is None or not self.handle.cancelled():
+            self()
 
 
 _LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
@@ -90,7 +110,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         life = _LIFE.get() if context is None else context.get(_LIFE)
         if life is None:
             return super().call_soon(callback, *args, context=context)
-        return super().call_soon(life.step, callback, args, context=context)
+        step = _Step(life, callback, args)
+        step.handle = super().call_soon(step, context=context)
+        return step.handle
 
     def call_at(  # type: ignore[override]
         self,
@@ -102,7 +124,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         life = _LIFE.get() if context is None else context.get(_LIFE)
         if life is None:
             return super().call_at(when, callback, *args, context=context)
-        return super().call_at(when, life.step, callback, args, context=context)
+        step = _Step(life, callback, args)
+        step.handle = timer = super().call_at(when, step, context=context)
+        return timer
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """There are no threads here."""

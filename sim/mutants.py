@@ -25,7 +25,7 @@ from protocols.keeping.keeping import Keeping
 from protocols.keeping.replica import Replica
 from protocols.keeping.tending import Tending
 from protocols.members import State
-from protocols.messages import Elected, Vote
+from protocols.messages import Elected
 from protocols.rpc import Rpc
 
 Patch = tuple[Any, str, Any]
@@ -131,19 +131,6 @@ def copies_that_are_behind_get_votes() -> list[Patch]:
         return "" if asked.epoch > self.promised else "promised already"
 
     return [(Replica, "why_not", lax)]
-
-
-@mutant
-def who_has_no_copy_votes() -> list[Patch]:
-    vote = Elections._vote
-
-    def lax(self: Any, candidate: bytes, asked: Any, writes: Any) -> Any:
-        found = vote(self, candidate, asked, writes)
-        if "no copy" in found.why:
-            return Vote(asked.workflow, True, asked.epoch)
-        return found
-
-    return [(Elections, "_vote", lax)]
 
 
 @mutant

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import random
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from protocols.messages import Ask, Capacity, Contact, Outcome, Work
 
 from .host import Host
 from .ledger import FINAL, Ledger, Violation
+from .loop import NOBODY
 from .network import Faults, Network
 
 SIM = logging.getLogger("valence.sim")
@@ -120,6 +122,13 @@ class World:
     def start(self, host: Host) -> None:
         host.start([other.peer.contact for other in self.hosts if hasattr(other, "peer")])
         self._look_on(host)
+        for task in host.tasks:
+            task.add_done_callback(self._over_with, context=NOBODY)
+
+    def _over_with(self, task: asyncio.Task[None]) -> None:
+        """What should run for as long as the peer does, has ended."""
+        if not task.cancelled() and task.exception() is not None:
+            self._unheard(asyncio.get_running_loop(), {"exception": task.exception()})
 
     def _look_on(self, host: Host) -> None:
         """All that the ledger is to hear of, from the parts themselves."""
@@ -167,6 +176,14 @@ class World:
         except AssertionError as error:
             self._fail(str(error))
 
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody took care of, in a peer that lives."""
+        error = context.get("exception")
+        if error is not None:
+            last = traceback.extract_tb(error.__traceback__)[-1:]
+            where = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
+            self._fail(f"an error that nobody took care of: {error!r}{where}")
+
     def _fail(self, text: str) -> None:
         if self._broken is None:
             self.say(f"VIOLATION: {text}")
@@ -180,6 +197,7 @@ class World:
     async def run(self) -> Report:
         plan = self.plan
         logging.getLogger("valence").setLevel(logging.CRITICAL)
+        asyncio.get_running_loop().set_exception_handler(self._unheard)
         for _ in range(plan.peers):
             self.add_host()
         await self._until(self._all_know_all, 30.0, "the peers never found each other")
@@ -222,12 +240,11 @@ class World:
         return all(len(host.peer.members.here()) == len(self.up()) for host in self.up())
 
     def _all_over(self) -> bool:
-        stories = self.ledger.stories
-        return not self._users and all(stories[w].ended for w in self.ledger.acknowledged)
+        return not self._users and all(map(self.ledger.over, self.ledger.acknowledged))
 
     def _close(self) -> None:
         for workflow in self.ledger.acknowledged:
-            if not self.ledger.stories[workflow].ended:
+            if not self.ledger.over(workflow):
                 self._copies(workflow)
                 raise Violation(f"{workflow} never came to its end: {self._why(workflow)}")
         if self._followed:

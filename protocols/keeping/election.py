@@ -6,8 +6,8 @@ Rules:
   keepers stand one after another, so that mostly the first one is not disturbed.
 - It first asks whether it *would* be elected. Only then does it make promises of its own and asks
   for those of others: a keeper who sees things that others do not see disturbs nobody.
-- Nobody votes against a home that it believes to be there. Nobody votes who has no copy: it may
-  have had one once.
+- Nobody votes against a home that it believes to be there, nor for a copy that is behind its own,
+  also if it has given up its own since.
 - Elected, a home writes an entry of its own epoch. When a majority has that, it has all before it:
   only then does it go on with the workflow.
 - All journals that lost their home together are asked for in one message to each keeper.
@@ -59,14 +59,14 @@ class Elections:
     def start(self) -> None:
         """The others are known: see to what is here from before."""
         self._started = True
-        for workflow in self._keeping.replicas:
-            if workflow not in self._keeping.leads:
+        for workflow, replica in self._keeping.replicas.items():
+            if workflow not in self._keeping.leads and replica.count:
                 self.vacant(workflow)
 
     def vacant(self, workflow: str) -> None:
         """Its home may be gone: stand for it, in turn."""
         replica = self._keeping.replicas.get(workflow)
-        if not self._started or replica is None or workflow in self._due:
+        if not self._started or replica is None or not replica.count or workflow in self._due:
             return
         self._due[workflow] = _Due(self._now() + self._turn_s(replica))
         self._wake.set()
@@ -137,8 +137,9 @@ class Elections:
             await keeping.shelf.write(writes)
             elected = self._counted(epochs, await self._poll(epochs, trial=False))
             for workflow in elected:
-                replica = keeping.replicas[workflow]
-                if replica.promised == epochs[workflow] and workflow not in keeping.leads:
+                copy = keeping.replicas.get(workflow)
+                mine = copy is not None and copy.promised == epochs[workflow]
+                if mine and workflow not in keeping.leads:
                     self._take_office(workflow, epochs[workflow], "home", "its keepers chose it")
         now = self._now()
         for workflow in batch:
@@ -179,8 +180,10 @@ class Elections:
         keeping = self._keeping
         by_keeper: dict[bytes, list[Candidacy]] = {}
         for workflow, epoch in epochs.items():
-            replica = keeping.replicas[workflow]
-            asked = Candidacy(workflow, epoch, replica.count, replica.last_epoch, trial)
+            replica = keeping.replicas.get(workflow)
+            if replica is None:
+                continue
+            asked = _candidacy(replica, epoch, trial)
             for keeper in replica.keepers:
                 if keeper != keeping.rpc.me.id and keeping.members.is_here(keeper):
                     by_keeper.setdefault(keeper, []).append(asked)
@@ -243,9 +246,8 @@ class Elections:
         keeping = self._keeping
         workflow = asked.workflow
         replica = keeping.replicas.get(workflow) or keeping.shelf.replica(workflow)
-        if replica is None:
-            promised = keeping.shelf.tombstone(workflow)
-            return Vote(workflow, False, promised, "there is no copy of it here")
+        if replica is None:  # chosen as a keeper, but has got nothing yet; or had, and gave it up
+            replica = keeping.shelf.remains(workflow)
         promised = replica.promised
         agreed = replica.agreed_keepers
         if agreed and replica.config_agreed and candidate not in agreed:
@@ -263,9 +265,10 @@ class Elections:
             replica.home = b""
             keeping.depose(workflow)
             writes.append(Write(workflow, asked.epoch))
-            due = self._due.setdefault(workflow, _Due(0.0))  # should nothing come of it
-            due.at = self._now() + keeping.config.stand_again_s_max
-            self._wake.set()
+            if replica.count:  # should nothing come of it
+                due = self._due.setdefault(workflow, _Due(0.0))
+                due.at = self._now() + keeping.config.stand_again_s_max
+                self._wake.set()
         return Vote(workflow, True, replica.promised)
 
     def _loyal(self, replica: Replica, candidate: bytes) -> str:
@@ -300,7 +303,7 @@ class Elections:
         known = max(self._seen.get(workflow, 0), replica.promised)
         epoch = next_epoch(known, me, force=True)
         votes: dict[str, list[Vote]] = {}
-        asked = Candidacy(workflow, epoch, replica.count, replica.last_epoch, trial=True)
+        asked = _candidacy(replica, epoch, trial=True)
         others = [k for k in here if k != me]
         await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
         mine = votes.get(workflow, [])
@@ -322,3 +325,8 @@ class Elections:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _candidacy(replica: Replica, epoch: int, trial: bool) -> Candidacy:
+    count, last = replica.count, replica.last_epoch
+    return Candidacy(replica.workflow, epoch, count, last, trial, replica.birth)

@@ -27,7 +27,7 @@ from ..members import Members, State
 from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..rpc import CallFailed, Refused, Rpc
 from .place import closest
-from .replica import CONFIGS, Replica, keepers_of, majority, next_epoch, shown
+from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch
 from .shelf import Shelf, Write
 
 Then = Callable[[], None]
@@ -52,6 +52,7 @@ class Lead:
     syncing: tuple[asyncio.Future[None], list[int]] | None = None
     alone: bool = True  # born here and on no other disk yet
     parting: dict[bytes, int] = field(default_factory=dict)  # ex-keepers → the entry that says so
+    strangers: set[bytes] = field(default_factory=set)  # that can't keep this one
     turns: Counter[bytes] = field(default_factory=Counter)  # how often each came or went as keeper
 
 
@@ -119,7 +120,8 @@ class Keeping:
         Its time, and when it is on this peer's own disk. The others hear of it then: a disk that
         refuses it leaves nothing anywhere, once it is abandoned."""
         keepers = self.choose(workflow)
-        epoch = next_epoch(self.shelf.tombstone(workflow) if named else 0, self.rpc.me.id)
+        before = self.shelf.remains(workflow).promised if named else 0
+        epoch = next_epoch(before, self.rpc.me.id)
         replica = Replica(workflow, promised=epoch, home=self.rpc.me.id)
         self.replicas[workflow] = replica
         lead = self.leads[workflow] = Lead(epoch)
@@ -144,7 +146,8 @@ class Keeping:
         self.leads.pop(workflow, None)
         replica = self.replicas.pop(workflow, None)
         if replica is not None:
-            self.shelf.write([Write(workflow, replica.promised, forget=True)], soon=True)
+            gone = Write(workflow, replica.promised, forget=True, position=replica.floor)
+            self.shelf.write([gone], soon=True)
 
     def append(
         self,
@@ -438,6 +441,9 @@ class Keeping:
             return
         if lead.turns[keeper] != turn:
             self.tell(keeper, sent.workflow)
+        elif stored.refusal == "exists" and replica.committed:
+            lead.strangers.add(keeper)  # it keeps another of this name
+            self.on_news(sent.workflow)
         elif stored.epoch > lead.epoch or stored.refusal in ("epoch", "exists"):
             replica.home = b""
             self.depose(sent.workflow)
@@ -489,17 +495,19 @@ class Keeping:
     def _take(self, home: bytes, found: Slice, writes: list[Write]) -> Stored:
         workflow = found.workflow
         replica = self.replicas.get(workflow) or self.shelf.replica(workflow)
-        promised = replica.promised if replica else self.shelf.tombstone(workflow)
-        if found.epoch < promised:
-            return Stored(workflow, promised, 0, "epoch")
-        if replica is None:
-            if found.before or not found.entries:
-                return Stored(workflow, promised, 0, "gap")
-            replica = Replica(workflow)
-            self.on_company()
-        elif shown(found.epoch) == 1 and replica.count and replica.epoch_at(0) != found.epoch:
+        known = replica is not None
+        replica = replica or self.shelf.remains(workflow)
+        if found.epoch < replica.promised:
+            return Stored(workflow, replica.promised, 0, "epoch")
+        first = found.entries[0] if found.entries and not found.before else None
+        other = first is not None and replica.count and first.epoch != replica.birth
+        if other and forced(found.epoch) <= forced(replica.last_epoch):
             # born twice, by one key at two peers: the first one here stays
             return Stored(workflow, replica.promised, 0, "exists")
+        if not known:
+            if first is None:
+                return Stored(workflow, replica.promised, 0, "gap")
+            self.on_company()
         self.replicas[workflow] = replica
         replica.home = home
         if found.epoch > replica.promised:
@@ -523,7 +531,8 @@ class Keeping:
         self.counts["copies_dropped"] += 1
         self.on_followed(workflow)
         self._closing.add(workflow)
-        done = self.shelf.write([Write(workflow, replica.promised, forget=True)])
+        gone = Write(workflow, replica.promised, forget=True, position=replica.position)
+        done = self.shelf.write([gone])
         done.add_done_callback(lambda _: self._dropped(workflow))
 
     def _dropped(self, workflow: str) -> None:

@@ -83,6 +83,9 @@ class Replica:
     committed: int = 0  # entries known to be on a majority
     home: bytes = b""  # whom this copy follows; empty: nobody is known
     ended_at_count: int = 0  # with so many entries committed, it is over
+    #: last epoch and count of a copy that was here before and was given up: who votes must not
+    #: forget what it once had, or a home from before it left could come back by its vote
+    floor: tuple[int, int] = (0, 0)
 
     @property
     def keepers(self) -> tuple[bytes, ...]:
@@ -104,6 +107,15 @@ class Replica:
     @property
     def last_epoch(self) -> int:
         return self.starts[-1][1] if self.starts else 0
+
+    @property
+    def birth(self) -> int:
+        return self.epoch_at(0)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far this copy is, or the one before it was."""
+        return max((self.last_epoch, self.count), self.floor)
 
     @property
     def over(self) -> bool:
@@ -169,7 +181,9 @@ class Replica:
         """Empty: this keeper may vote for it."""
         if asked.epoch <= self.promised:
             return f"epoch {shown(self.promised)} is promised already"
-        if (asked.last_epoch, asked.entries) < (self.last_epoch, self.count):
+        if self.count and asked.birth != self.birth:
+            return "it is another workflow of the same name"
+        if (asked.last_epoch, asked.entries) < self.position:
             return "its copy is behind this one"
         return ""
 

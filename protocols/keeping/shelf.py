@@ -20,7 +20,8 @@ class Write:
     cut_at: int | None = None
     entries: tuple[Entry, ...] = ()
     over: bool = False  # its end is on a majority
-    forget: bool = False  # the copy goes; that it was promised to follow an epoch stays
+    forget: bool = False  # the copy goes; what was promised, and how far it was, stays
+    position: tuple[int, int] = (0, 0)  # of a copy that goes: its last epoch, its entries
 
 
 class Shelf(Protocol):
@@ -45,5 +46,5 @@ class Shelf(Protocol):
 
     def replica(self, workflow: str) -> Replica | None: ...
 
-    def tombstone(self, workflow: str) -> int:
-        """The epoch that was promised for a copy that is here no more; 0: there never was one."""
+    def remains(self, workflow: str) -> Replica:
+        """An empty copy, with what is remembered of one that was here before."""

@@ -48,15 +48,16 @@ class Tending:
         settled = replica.epoch_at(replica.committed - 1) == lead.epoch
         if not settled or not replica.config_agreed:
             return
-        keepers = self.wanted(replica)
+        keepers = self.wanted(replica, lead.strangers)
         if keepers == replica.keepers:
             return
         self._keeping.changes(replica.workflow, keepers)
 
-    def wanted(self, replica: Replica) -> tuple[bytes, ...]:
+    def wanted(self, replica: Replica, strangers: set[bytes]) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
         members, me = self._keeping.members, self._keeping.rpc.me.id
         alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
+        alive = [peer for peer in alive if peer not in strangers]
         now = replica.keepers
         there = [k for k in now if k in alive]
         free = [p for p in alive if p not in now]
