@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench fuzz up clean
+.PHONY: demo test check bench fuzz soak chaos up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,11 @@ $(VENV)/fuzz: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
 fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
 	@$(BIN)/python -m fuzz $(ARGS)
+soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARGS="--seeds 500" for less
+	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
+	@$(BIN)/python -m sim --seeds 500 --mutants
+chaos: $(VENV)/run  ## real peers killed, stopped and cut off; ARGS="kills --json" for one
+	@$(BIN)/python -m chaos $(ARGS)
 up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
 	@$(BIN)/valence up
 clean:

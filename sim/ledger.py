@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from peer.shelf import unpack
-from protocols.keeping.replica import forced, shown
+from protocols.keeping.replica import TAG_BITS, forced, shown
 from protocols.messages import AttemptKey, Entry, Outcome, Work
 
 if TYPE_CHECKING:
@@ -193,10 +193,9 @@ class Ledger:
                     raise Violation(f"{key} runs with an input that was never agreed on")
             elif (file.name, file.hash) not in story.made:
                 raise Violation(f"{key} runs with {file.name}, which {maker} is not agreed to have")
-        held = host.enactment.executor._held.get(key)
-        home = held.home if held else b""
+        own = work.epoch % 2**TAG_BITS == zlib.crc32(host.id)  # this very peer's, as its home
         given = (key.task, key.number, host.id, work.epoch)
-        if home != host.id and given not in story.started and forced(work.epoch) == story.era:
+        if not own and given not in story.started and forced(work.epoch) == story.era:
             raise Violation(f"{key} was given away before that was agreed on")
         if host.workshop.running >= host.slots:
             raise Violation(f"peer {host.index} runs more than it has room for")

@@ -30,8 +30,8 @@ from .network import Faults, Network
 
 SIM = logging.getLogger("valence.sim")
 FAULTS = (
-    "crash", "power", "die", "stop", "island", "cut", "one-way", "clog", "lossy", "slow-disk",
-    "full-disk",
+    "crash", "power", "ambush", "die", "stop", "island", "cut", "one-way", "clog", "lossy",
+    "slow-disk", "full-disk",
 )  # fmt: skip
 PATIENCE_S = 240.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
@@ -86,8 +86,12 @@ class World:
         self.hosts: list[Host] = []
         self.trace: list[str] = []
         self._config = replace(
-            plan.config, keepers=plan.keepers, majority_lost_s=plan.majority_lost_s
+            plan.config,
+            keepers=plan.keepers,
+            majority_lost_s=plan.majority_lost_s,
+            stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
         )
+        self._ambush = False
         # this world's own mood
         count = self.rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
         self.faults = self.rng.sample(plan.faults, count)
@@ -139,6 +143,10 @@ class World:
         def agreed(workflow: str) -> None:
             self._guard(lambda: ledger.agreed(host, workflow))
             home_hears(workflow)
+            if self._ambush:
+                self._ambush = False
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._spring, host, workflow, context=NOBODY)
 
         keeping.on_committed = agreed
         host.workshop.on_begin = lambda work: self._guard(lambda: self._begins(host, work))
@@ -370,6 +378,7 @@ class World:
                 tasks = self.ledger.acknowledged[workflow] = len(document["tasks"])
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
                 if self.rng.random() < self.treachery and not self._recovering.is_set():
+                    self._spawn(self._do_die(host))
                     self._spawn(self._do_crash(host))
                 self._followed.add(workflow)
                 await self._follow(workflow)
@@ -485,18 +494,37 @@ class World:
         self.say(f"the power fails for {sorted(host.index for host in hosts)}")
         for host in hosts:
             host.kill()
-        await self._for_a_while("crash", 12.0)
-        self.say(f"the power is back for {sorted(host.index for host in hosts)}")
-        for host in hosts:
-            self.start(host)
+            self._spawn(self._rise(host))
 
-    async def _do_die(self) -> None:
+    async def _do_ambush(self) -> None:
+        """The next time a home counts something, it falls, with all who said that they have it."""
+        self._ambush = True
+
+    def _spring(self, home: Host, workflow: str) -> None:
+        lead = home.enactment.keeping.leads.get(workflow) if home.up else None
+        if lead is None or len(self.up()) <= max(1, self.plan.peers // 2):
+            return
+        count = home.enactment.keeping.replicas[workflow].committed
+        fallen = [h for h in self.up() if lead.have.get(h.id, 0) >= count or h is home]
+        self.say(f"an ambush, on {sorted(host.index for host in fallen)}")
+        for host in fallen:
+            host.kill()
+            self._spawn(self._rise(host))
+
+    async def _rise(self, host: Host) -> None:
+        """Each at a time of its own."""
+        await self._for_a_while("crash", 12.0)
+        self.say(f"peer {host.index} starts again")
+        self.start(host)
+
+    async def _do_die(self, host: Host | None = None) -> None:
         """For good. Only when all is well: who loses two keepers at once has lost."""
         lost = sum(host.gone for host in self.hosts)
-        calm = not any(self._harm.values()) and self._now() - self._calm_since > 20.0
+        calm_s = 0.0 if host is not None else 20.0
+        calm = not any(self._harm.values()) and self._now() - self._calm_since >= calm_s
         if not calm or lost >= self.plan.peers // 3 or len(self.up()) <= 4:
             return
-        host = self.rng.choice(self.up())
+        host = host if host is not None and host.up else self.rng.choice(self.up())
         host.gone = True
         self.say(f"peer {host.index} dies for good")
         host.kill()

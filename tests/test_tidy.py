@@ -18,6 +18,7 @@ ARROWS = {
     "valence": {"workflow", "protocols", "peer", "master"},
     "sim": {"workflow", "protocols", "peer", "master"},
     "bench": {"workflow", "protocols", "peer", "master", "valence", "sim"},
+    "chaos": {"workflow", "protocols", "peer", "master", "valence"},
     "fuzz": {"workflow", "protocols", "peer", "master", "valence"},
 }
 PURE = ("workflow", "protocols")

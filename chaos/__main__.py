@@ -1,0 +1,273 @@
+"""`make chaos`: real peers as processes and as hosts, killed, stopped and cut off.
+
+`python -m chaos [SCENARIO …] [--json] [--seed N] [--times N]`; all of them if none is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from valence.display import Display
+
+from .hosts import Hosts
+from .processes import Processes, until
+
+TASKS, TASK_S = 1000, 0.2
+
+
+def work(count: int, seconds: float) -> dict[str, Any]:
+    """Tasks that sleep, and one that adds up what they wrote."""
+    return {
+        "name": f"{count} tasks",
+        "tasks": {
+            "w": {
+                "foreach": count,
+                "command": f"sleep {seconds:g}; echo {{item}} > o.{{item}}",
+                "outputs": ["o.{item}"],
+            },
+            "total": {
+                "command": "cat o.* | awk '{s+=$1} END {print s}' > total",
+                "inputs": ["o.*"],
+                "outputs": ["total"],
+            },
+        },
+    }
+
+
+def checked(cluster: Processes | Hosts, workflow: Any, count: int) -> dict[str, Any]:
+    right = workflow.read("total").decode().strip() == str(sum(range(count)))
+    commits = cluster.commits(workflow.id)
+    once = len(commits) == count + 1 and set(commits.values()) == {1}
+    return {"right": right, "each_once": once}
+
+
+def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """20 peers, 1,000 tasks, a SIGKILL every 2 s, the accepting peer first, six never to return."""
+    rng = random.Random(options.seed)
+    cluster = Processes(home, 20, "--cpus", "2")
+    try:
+        start = time.monotonic()
+        calm = cluster.client(cluster.rows()[0]).submit(work(TASKS, TASK_S))
+        assert calm.wait() == "succeeded"
+        calm_s = time.monotonic() - start
+        accepting = cluster.rows()[1]
+        start = time.monotonic()
+        workflow = cluster.client(accepting).submit(work(TASKS, TASK_S))
+        killed = 0
+        again: list[tuple[float, str]] = []
+        victim: str | None = accepting["id"]
+        state = ""
+        while state not in ("succeeded", "failed", "cancelled"):
+            if victim is not None:
+                cluster.kill(victim)
+                killed += 1
+                if len(cluster.gone) < 6:
+                    cluster.gone.add(victim)
+                else:
+                    again.append((time.monotonic() + 1.0, victim))
+            after = time.monotonic() + 2.0
+            while time.monotonic() < after and state not in ("succeeded", "failed"):
+                for at, id in [row for row in again if row[0] <= time.monotonic()]:
+                    again.remove((at, id))
+                    cluster.restart(id)
+                time.sleep(0.1)
+                state = _state(cluster, workflow.id)
+            there = [row["id"] for row in cluster.up()]
+            victim = rng.choice(there) if there else None
+            if time.monotonic() - start > 300:
+                break
+        took_s = time.monotonic() - start
+        seen = cluster.anyone().workflow(workflow.id)
+        moves = [e for e in seen.events() if e["type"] == "home"]
+        found = checked(cluster, seen, TASKS) if state == "succeeded" else {"right": False}
+        return {
+            "state": state,
+            **found,
+            "kills": killed,
+            "never_back": len(cluster.gone),
+            "homes": len(moves),
+            "calm_s": calm_s,
+            "took_s": took_s,
+            "times": took_s / calm_s,
+        }
+    finally:
+        cluster.close()
+
+
+def _state(cluster: Processes, id: str) -> str:
+    try:
+        return str(cluster.anyone().request("GET", f"/v1/workflows/{id}")["state"])
+    except Exception:
+        return ""
+
+
+def accept(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """The accepting peer is killed within 10 ms of its 201."""
+    cluster = Processes(home, 6, "--cpus", "2")
+    succeeded, late_ms = 0, []
+    try:
+        for turn in range(options.times or 50):
+            rows = cluster.up()
+            victim = rows[turn % len(rows)]
+            client = cluster.client(victim)
+            client.peers()  # a connection is open
+            workflow = client.submit(work(4, 0.1))
+            told = time.perf_counter()
+            os.kill(victim["pid"], 9)
+            late_ms.append(1000 * (time.perf_counter() - told))
+            other = cluster.anyone(victim["id"])
+            state = until(lambda: _final(other, workflow.id), 60)  # noqa: B023
+            total = other.workflow(workflow.id).read("total") if state == "succeeded" else b""
+            succeeded += total.strip() == b"6"
+            cluster.restart(victim["id"])
+            until(lambda: len(_up(other)) == 6, 60)  # noqa: B023
+        return {"times": turn + 1, "succeeded": succeeded, "killed_within_ms": max(late_ms)}
+    finally:
+        cluster.close()
+
+
+def _final(client: Any, id: str) -> str:
+    state = client.request("GET", f"/v1/workflows/{id}")["state"]
+    return state if state in ("succeeded", "failed", "cancelled") else ""
+
+
+def _up(client: Any) -> list[Any]:
+    return [peer for peer in client.peers() if peer["state"] == "up"]
+
+
+def failover(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """The home is killed: when is the next result committed?"""
+    cluster = Processes(home, 6, "--cpus", "2")
+    after_s = []
+    try:
+        for turn in range(options.times or 20):
+            rows = cluster.up()
+            victim = rows[turn % len(rows)]
+            workflow = cluster.client(victim).submit(work(150, 0.3))
+            other = cluster.anyone(victim["id"])
+            until(lambda: workflow.view()["counts"].get("succeeded", 0) > 5, 30)  # noqa: B023
+            killed_at = time.time()
+            cluster.kill(victim["id"])
+            for event in other.workflow(workflow.id).events():
+                if event.get("state") == "succeeded" and event["at"] > killed_at + 0.05:
+                    after_s.append(event["at"] - killed_at)
+                    break
+            assert other.workflow(workflow.id).wait() == "succeeded"
+            cluster.restart(victim["id"])
+            until(lambda: len(_up(other)) == 6, 60)  # noqa: B023
+        return {
+            "times": len(after_s),
+            "median_s": statistics.median(after_s),
+            "most_s": max(after_s),
+        }
+    finally:
+        cluster.close()
+
+
+def stops(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """SIGSTOP and SIGCONT at random peers, kills and restarts among them."""
+    rng = random.Random(options.seed)
+    cluster = Processes(home, 10, "--cpus", "2")
+    try:
+        workflow = cluster.client(cluster.rows()[0]).submit(work(600, TASK_S))
+        deadline = time.monotonic() + 25
+        while time.monotonic() < deadline:
+            victim = rng.choice(cluster.up())
+            if rng.random() < 0.3:
+                cluster.kill(victim["id"])
+                time.sleep(rng.random())
+                cluster.restart(victim["id"])
+            else:
+                cluster.kill(victim["id"], 19)
+                time.sleep(4 * rng.random())
+                cluster.kill(victim["id"], 18)
+        seen = until(lambda: cluster.anyone().workflow(workflow.id), 60)
+        state = until(lambda: _final(cluster.anyone(), workflow.id), 120)
+        return {"state": state, **checked(cluster, seen, 600)}
+    finally:
+        cluster.close()
+
+
+def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """20 hosts in network namespaces; 6 of them are cut off for 60 s, then healed."""
+    cluster = Hosts(home, 20, 6)
+    try:
+        inside = cluster.submit(15, work(300, 0.5))  # accepted by one that will be cut off
+        outside = cluster.submit(2, work(300, 0.5))
+        time.sleep(3)
+        cluster.cut()
+        time.sleep(60)
+        before = {name: cluster.view(3, id) for name, id in (("in", inside), ("out", outside))}
+        cluster.heal()
+        start = time.monotonic()
+        states = {}
+        for name, id in (("inside", inside), ("outside", outside)):
+            states[name] = until(lambda: cluster.final(3, id), 180)  # noqa: B023
+        took_s = time.monotonic() - start
+        return {
+            "states_before_healing": {k: v and v["state"] for k, v in before.items()},
+            "states": states,
+            "finished_after_healing_s": took_s,
+            "each_once": all(
+                set(cluster.commits(id).values()) == {1} and len(cluster.commits(id)) == 301
+                for id in (inside, outside)
+            ),
+        }
+    finally:
+        cluster.close()
+
+
+SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
+    "kills": kills,
+    "accept": accept,
+    "failover": failover,
+    "stops": stops,
+    "island": island,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--times", type=int, default=0, help="of accept and failover")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    wrong = [name for name in options.scenarios if name not in SCENARIOS]
+    if wrong:
+        parser.error(f"there is no scenario {wrong[0]}; there are {', '.join(SCENARIOS)}")
+    display = Display()
+    found: dict[str, Any] = {}
+    for name in options.scenarios or SCENARIOS:
+        if name == "island" and os.geteuid() != 0:
+            print("island: skipped, network namespaces need root", file=sys.stderr)
+            continue
+        print(f"{name}: {(SCENARIOS[name].__doc__ or '').strip()}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="valence-chaos-") as home:
+            found[name] = SCENARIOS[name](options, Path(home))
+        if not options.json:
+            rows = [
+                (k, f"{v:.2f}" if isinstance(v, float) else str(v)) for k, v in found[name].items()
+            ]
+            display.table((name.upper(), ""), rows)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    good = all(
+        row.get("right", True) and row.get("each_once", True) and row.get("state") != "failed"
+        for row in found.values()
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

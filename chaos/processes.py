@@ -1,0 +1,114 @@
+"""A local cluster whose peers can be killed, stopped and started again, one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peer.shelf import unpack
+from valence.client import Client
+
+VALENCE = [sys.executable, "-m", "valence"]
+
+
+class Processes:
+    def __init__(self, home: Path, peers: int, *more: str) -> None:
+        self.home = home
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
+        self.environment["VALENCE_HOME"] = str(home)
+        self.gone: set[str] = set()
+        self._again: list[subprocess.Popen[bytes]] = []
+        up = [*VALENCE, "up", "--peers", str(peers), "--detach", *more]
+        subprocess.run(up, env=self.environment, check=True, stdout=subprocess.DEVNULL)
+        self.token = (home / "token").read_text().strip()
+        until(lambda: len(self.client(self.rows()[0]).peers()) == peers, 60)
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self.home.glob("peer-*/peer.json")):
+            with contextlib.suppress(ValueError):
+                found.append({**json.loads(path.read_text()), "data": str(path.parent)})
+        return found
+
+    def row(self, id: str) -> dict[str, Any]:
+        return next(row for row in self.rows() if row["id"] == id)
+
+    def client(self, row: dict[str, Any]) -> Client:
+        return Client(row["http"], self.token)
+
+    def up(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row["id"] not in self.gone and _alive(row["pid"])]
+
+    def anyone(self, but: str = "") -> Client:
+        return self.client(next(row for row in self.up() if row["id"] != but))
+
+    def kill(self, id: str, number: int = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.row(id)["pid"], number)
+
+    def restart(self, id: str) -> None:
+        command = [*VALENCE, "peer", "--data", self.row(id)["data"], "--quiet"]
+        self._again.append(subprocess.Popen(command, env=self.environment))
+
+    def close(self) -> None:
+        for process in self._again:
+            process.send_signal(signal.SIGINT)
+        down = [*VALENCE, "down"]
+        subprocess.run(down, env=self.environment, stdout=subprocess.DEVNULL, timeout=120)
+        for process in self._again:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def commits(self, workflow: str) -> Counter[str]:
+        """How often each task was committed, by the copy on disk that is furthest."""
+        best: Counter[str] = Counter()
+        for row in self.rows():
+            found = committed(Path(row["data"]) / "peer.db", workflow)
+            if sum(found.values()) > sum(best.values()):
+                best = found
+        return best
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def committed(path: Path, workflow: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        sql = "select kind, body from entries where workflow = ? order by seq"
+        for kind, body in database.execute(sql, (workflow,)):
+            said = unpack(body)
+            if kind == "finished":
+                found.update(row[0][1] for row, _, v in said["outcomes"] if v == "succeeded")
+            elif kind == "reopened":  # its outputs were lost: once more is right
+                found.subtract(task for task, _ in said["tasks"])
+    return found
+
+
+def until(condition: Callable[[], Any], within_s: float) -> Any:
+    deadline = time.monotonic() + within_s
+    while True:
+        with contextlib.suppress(Exception):
+            found = condition()
+            if found:
+                return found
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not true within {within_s:g} s")
+        time.sleep(0.1)

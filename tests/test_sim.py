@@ -1,0 +1,82 @@
+"""Simulated disasters: a share of what `make soak` runs, and what the simulator itself must do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from sim.mutants import MUTANTS, applied
+from sim.world import FAULTS, Plan
+
+SEEDS = 200
+
+
+def simulate(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sim", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+
+
+@pytest.mark.timeout(260)
+def test_two_hundred_disasters_break_no_rule() -> None:
+    done = simulate("--seed", "1", "--seeds", str(SEEDS))
+    assert f"{SEEDS} runs, 0 violations" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0
+
+
+def test_a_run_is_its_seed() -> None:
+    first, second = simulate("--seed", "7"), simulate("--seed", "7")
+    assert first.stdout == second.stdout
+    assert first.returncode == 0
+    assert "acknowledges" in first.stdout
+    assert simulate("--seed", "8").stdout != first.stdout
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "one-copy-is-a-majority",
+        "copies-that-are-behind-get-votes",
+        "results-are-used-before-they-count",
+        "a-second-result-counts-too",
+        "calls-are-carried-out-again",
+    ],
+)
+def test_a_broken_rule_is_noticed_and_can_be_replayed(mutant: str) -> None:
+    """All of them: `make soak`."""
+    done = simulate("--seed", "1", "--seeds", "40", "--mutant", mutant)
+    assert done.returncode == 1
+    command = re.search(r"replay it: python -m (sim .*)", done.stdout)
+    assert command is not None
+    assert f"--mutant {mutant}" in command[1]
+    again = simulate(*command[1].split()[1:])
+    assert again.returncode == 1
+    assert "VIOLATION" in again.stdout
+
+
+def test_mutants_leave_nothing_behind() -> None:
+    for name in MUTANTS:
+        patches = MUTANTS[name]()
+        before = [getattr(owner, attribute) for owner, attribute, _ in patches]
+        with applied(name):
+            assert any(
+                getattr(owner, attribute) is not old
+                for (owner, attribute, _), old in zip(patches, before, strict=True)
+            )
+        after = [getattr(owner, attribute) for owner, attribute, _ in patches]
+        assert before == after
+
+
+def test_a_plan_says_how_it_is_run_again() -> None:
+    plan = Plan(7, peers=9, faults=FAULTS[:2], majority_lost_s=30.0)
+    command = plan.command()
+    assert command == ("python -m sim --seed 7 --peers 9 --faults crash,power --majority-lost 30")
