@@ -249,19 +249,23 @@ class Home:
                     self._gave(run, task.id, attempt.number, attempt.peer)
                     self._check_at[attempt.peer] = 0.0
         self._doubted.set()
-        self._stage_again(run)
+        self._stage_again(run, list(run.staged))
         self._begin(run)
 
-    def _stage_again(self, run: Run) -> None:
-        """Inputs that went with the home before, or with whoever held them."""
+    def _stage_again(self, run: Run, names: Iterable[str]) -> bool:
+        """Inputs that went with all who held them are brought in anew; True if there are any."""
         gone = [
             (name, "it was lost with the peers that held it, and is brought in again")
-            for name, file in run.staged.items()
-            if file.hash not in self._blobs
-            and not any(self._members.is_here(holder) for holder in file.holders)
+            for name in names
+            if name in run.staged and not self._held_somewhere(run.staged[name])
         ]
         if gone:
             self._write(run, "unstaged", {"files": gone})
+            self._bring_inputs(run)
+        return bool(gone)
+
+    def _held_somewhere(self, file: File) -> bool:
+        return file.hash in self._blobs or any(map(self._members.is_here, file.holders))
 
     def settle(self) -> None:
         """The others are known, or nobody answered for a while."""
@@ -274,9 +278,7 @@ class Home:
         if len(self._unpublished) == 1:
             now = asyncio.get_running_loop().time()
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
-        if run.unstaged and run.id not in self._stages:
-            stage = Stage(run, self._blobs, self._transfer, self._rng)
-            self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
+        self._bring_inputs(run)
         self._place_ready(run)
         self._conclude(run)
 
@@ -350,6 +352,12 @@ class Home:
         return list(self._active.values())
 
     # ----------------------------------------------------------------- inputs
+
+    def _bring_inputs(self, run: Run) -> None:
+        _, staging = self._stages.get(run.id, (None, None))
+        if run.unstaged and (staging is None or staging.done()):
+            stage = Stage(run, self._blobs, self._transfer, self._rng)
+            self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
 
     async def _stage(self, run: Run, stage: Stage) -> None:
         """Bring the workflow's inputs into this peer's blobs, as they come."""
@@ -430,6 +438,8 @@ class Home:
         spec = run.workflow.tasks[task.id]
         if not spec.inputs and not spec.references:
             return True
+        if self._stage_again(run, spec.inputs):
+            return False
         lost: dict[str, str] = {}
         files = [(run.workflow.producers.get(name), run.file(name)) for name in spec.inputs]
         for ref in spec.references.values():
@@ -438,9 +448,7 @@ class Home:
                 if value is not None and value.file is not None:
                     files.append((name, value.file))
         for maker, file in files:
-            if file is None or maker is None or file.hash in self._blobs:
-                continue
-            if not any(self._members.is_here(h) for h in file.holders):
+            if file is not None and maker is not None and not self._held_somewhere(file):
                 lost[maker] = f"{file.name} was lost with the only peer that held it"
         if not lost:
             return True

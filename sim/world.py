@@ -100,7 +100,7 @@ class World:
         self.treachery = self.rng.choice((0.0, 0.3))  # who has just acknowledged dies
         self._broken: Violation | None = None
         self._harm: dict[str, int] = {}
-        self._calm_since = 0.0
+        self._calm_since = self._died_at = 0.0
         self._recovering = asyncio.Event()
         self._followed: set[str] = set()
         self._users: set[asyncio.Task[None]] = set()
@@ -520,15 +520,15 @@ class World:
     async def _do_die(self, host: Host | None = None) -> None:
         """For good. Only when all is well: who loses two keepers at once has lost."""
         lost = sum(host.gone for host in self.hosts)
-        calm_s = 0.0 if host is not None else 20.0
-        calm = not any(self._harm.values()) and self._now() - self._calm_since >= calm_s
+        since = self._died_at if host is not None else self._calm_since
+        calm = not any(self._harm.values()) and self._now() - since >= 20.0
         if not calm or lost >= self.plan.peers // 3 or len(self.up()) <= 4:
             return
         host = host if host is not None and host.up else self.rng.choice(self.up())
         host.gone = True
         self.say(f"peer {host.index} dies for good")
         host.kill()
-        self._calm_since = self._now()
+        self._calm_since = self._died_at = self._now()
 
     async def _do_stop(self) -> None:
         host = self.rng.choice(self.up())
