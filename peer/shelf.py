@@ -141,7 +141,8 @@ class Shelf:
             if one.forget:
                 del self._promised[workflow]
         for seq, epoch, at, kind, body in one.entries:
-            sql = "insert into entries values (?, ?, ?, ?, ?, ?)"
+            # what the rules have taken stands, whatever an earlier home had written there
+            sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
             found.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
                 said = unpack(body)

@@ -273,6 +273,8 @@ class Keeping:
         A keeper that was away asks when it is back, and is told."""
         if not replica.over or self.leads.get(replica.workflow) is not lead:
             return
+        if lead.synced < replica.count:
+            return  # what comes back from the disk must be what is known here
         others = [k for k in replica.keepers if k != self.rpc.me.id]
         here = [k for k in others if self.members.is_here(k)]
         known = sum(lead.told.get(k, 0) >= replica.ended_at_count for k in here)
