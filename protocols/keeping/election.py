@@ -224,8 +224,10 @@ class Elections:
                 continue
             if any(forced(vote.epoch) > forced(epoch) for vote in mine):
                 continue  # a home went on without a majority: it holds, though it is outvoted
+            # a copy that is no keeper's (the set was changed back) asks, but is not elected
+            keeper = keeping.rpc.me.id in replica.keepers
             granted = 1 + sum(vote.granted for vote in mine)
-            if granted >= majority(len(replica.keepers)):
+            if keeper and granted >= majority(len(replica.keepers)):
                 won.add(workflow)
                 continue
             home = next((v.home for v in mine if v.home and v.home != keeping.rpc.me.id), b"")
