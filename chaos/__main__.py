@@ -54,7 +54,7 @@ def checked(cluster: Processes | Hosts, workflow: Any, count: int) -> dict[str, 
 def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """20 peers, 1,000 tasks, a SIGKILL every 2 s, the accepting peer first, six never to return."""
     rng = random.Random(options.seed)
-    cluster = Processes(home, 20, "--cpus", "2")
+    cluster = Processes(home, 20)
     try:
         start = time.monotonic()
         calm = cluster.client(cluster.rows()[0]).submit(work(TASKS, TASK_S))
@@ -88,14 +88,21 @@ def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
                 break
         took_s = time.monotonic() - start
         seen = cluster.anyone().workflow(workflow.id)
-        moves = [e for e in seen.events() if e["type"] == "home"]
+        events = list(seen.events())
+        moves = [e for e in events if e["type"] == "home"]
+        done = [e["at"] for e in events if e.get("state") == "succeeded"]
+        first = events[0]["at"]
+        per_s = [
+            sum(first + s <= at < first + s + 1 for at in done) for s in range(int(took_s) + 1)
+        ]
         found = checked(cluster, seen, TASKS) if state == "succeeded" else {"right": False}
         return {
             "state": state,
             **found,
             "kills": killed,
             "never_back": len(cluster.gone),
-            "homes": len(moves),
+            "homes": [round(e["at"] - first, 1) for e in moves],
+            "commits_each_second": per_s,
             "calm_s": calm_s,
             "took_s": took_s,
             "times": took_s / calm_s,

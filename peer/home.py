@@ -78,6 +78,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 CHECK_S = 5.0
 RUNTIME_S_MAX = 1e8
 CHECK_TICK_S = 1.0
+YOUNG_S = 60.0
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -249,6 +250,8 @@ class Home:
                     self._gave(run, task.id, attempt.number, attempt.peer)
                     self._check_at[attempt.peer] = 0.0
         self._doubted.set()
+        for peer in [p for p in self._at if not self._members.is_alive(p)]:
+            self._run_elsewhere(peer)
         self._stage_again(run, list(run.staged))
         self._begin(run)
 
@@ -926,9 +929,24 @@ class Home:
             self._at.pop(peer, None)
         elif old is not None and old.boot != new.boot:
             self._check_at[peer] = 0.0  # it was started anew: ask what it still has
+            self._doubted.set()
+        elif new.state == State.SUSPECT:
+            self._run_elsewhere(peer)
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
             for run in self.active():  # what waited for its files, or for its kind of peer
                 self._place_ready(run)
+
+    def _run_elsewhere(self, peer: bytes) -> None:
+        """It may be dead, or just slow. What has not run long begins at another peer too: should
+        the first one come back with a result, that counts as well as any."""
+        young = []
+        now = self._clock()
+        for key in self._at.get(peer, ()):
+            run = self._active.get(key.workflow)
+            attempt = run.tasks[key.task].attempt(key.number) if run else None
+            if attempt is not None and now - attempt.at < YOUNG_S and key not in self._committing:
+                young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
+        self._lost(young, begun=False)
 
     def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
         """Attempts that will not report. Those that never began don't count against the task."""

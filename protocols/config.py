@@ -47,7 +47,7 @@ class Config:
     probe_s: float = 1.0
     probe_quiet_s: float = 2.5  # when no peer came, went or was suspected for a while
     probe_quiet_after_s: float = 10.0
-    probe_timeout_s: float = 0.7
+    probe_timeout_s: float = 0.5
     indirect_probes: int = 3
     farewells_max: int = 32  # by a peer that leaves; the others hear it as a rumour
     self_doubt_max: int = 2  # failed pings in a row that a peer blames on itself, see liveness

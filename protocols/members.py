@@ -75,6 +75,11 @@ class Members:
         member = self._known.get(peer)
         return member is not None and member.state <= State.SUSPECT
 
+    def is_alive(self, peer: bytes) -> bool:
+        """Here, and not doubted."""
+        member = self._known.get(peer)
+        return member is not None and member.state == State.ALIVE
+
     def since(self, peer: bytes) -> float:
         return self._since.get(peer, 0.0)
 
