@@ -308,7 +308,7 @@ class Home:
         except Exception:
             log.exception("the document of %s can't be read any more", id)
             return None
-        run = Run(id, workflow, submitted_at, self._rpc.me.id, owner)
+        run = Run(id, workflow, submitted_at, b"", owner)
         for _, epoch, at, kind, body in self.journal.read(id):
             run.apply(kind, body, at, epoch)
             run.counts_now(kind, body)

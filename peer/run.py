@@ -144,6 +144,7 @@ class Run:
 
     def _on_keepers(self, body: dict[str, Any], at: float) -> None:
         self.keepers = tuple(body["keepers"])
+        self.home = self.home or self.keepers[0]  # who founds a journal stands first in it
 
     def _on_home(self, body: dict[str, Any], at: float) -> None:
         self.home = body["home"]

@@ -76,6 +76,10 @@ class Config:
     keep_timeout_s: float = 2.0
     keep_doubt_s: float = 0.5  # a keeper silent for so long is looked at by the failure detector
     keep_bytes_max: int = 512 * 1024
+    # A keeper syncs once for each message: under load they are this far apart, after a few that
+    # are not, so that who writes little waits for nothing.
+    keep_gap_s: float = 0.005
+    keep_burst: int = 3
     keep_slices_max: int = 1000
     stand_step_s: float = 0.3  # between the keepers, in their order, who want to be home
     stand_answer_s: float = 0.6

@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=default.every_s, help="a fault")
     parser.add_argument("--keepers", type=int, default=default.keepers)
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
-    parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}; or perish")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
     parser.add_argument("--mutants", action="store_true", help="break each: all must be noticed")
     parser.add_argument("--verbose", action="store_true", help="as it happens")

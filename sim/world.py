@@ -83,6 +83,7 @@ class World:
         self.rng = random.Random(plan.seed)
         self.network = Network(self.rng.getrandbits(64))
         self.ledger = Ledger()
+        self.ledger.lax = plan.majority_lost_s < float("inf")
         self.hosts: list[Host] = []
         self.trace: list[str] = []
         self._config = replace(
@@ -92,6 +93,7 @@ class World:
             stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
         )
         self._ambush = False
+        self._perished = False
         # this world's own mood
         count = self.rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
         self.faults = self.rng.sample(plan.faults, count)
@@ -529,6 +531,23 @@ class World:
         self.say(f"peer {host.index} dies for good")
         host.kill()
         self._calm_since = self._died_at = self._now()
+
+    async def _do_perish(self) -> None:
+        """A majority of one journal's keepers, for good: only for worlds that go on without."""
+        for host in self.up():
+            keeping = host.enactment.keeping
+            for workflow, lead in keeping.leads.items():
+                copy = keeping.replicas[workflow]
+                others = [h for h in self.up() if h.id in copy.keepers and h is not host]
+                whole = all(lead.have.get(h.id, 0) >= copy.committed > 0 for h in others)
+                if len(others) < 2 or not whole or self._perished or copy.over:
+                    continue
+                self._perished = True
+                for victim in (host, others[0]):
+                    self.say(f"peer {victim.index}, keeper of {workflow}, dies for good")
+                    victim.gone = True
+                    victim.kill()
+                return
 
     async def _do_stop(self) -> None:
         host = self.rng.choice(self.up())

@@ -63,6 +63,15 @@ def test_a_broken_rule_is_noticed_and_can_be_replayed(mutant: str) -> None:
     assert "VIOLATION" in again.stdout
 
 
+def test_a_lost_majority_is_not_waited_for_for_ever() -> None:
+    """Two of three keepers die at once: the third goes on, and says so."""
+    done = simulate("--seed", "1", "--seeds", "10", "--faults", "perish", "--majority-lost", "20")
+    assert "10 runs, 0 violations" in done.stdout, done.stdout[-3000:]
+    one = simulate("--seed", "2", "--faults", "perish", "--majority-lost", "20")
+    assert "dies for good" in one.stdout
+    assert "forced" in one.stdout
+
+
 def test_mutants_leave_nothing_behind() -> None:
     for name in MUTANTS:
         patches = MUTANTS[name]()

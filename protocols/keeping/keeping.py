@@ -350,9 +350,14 @@ class Keeping:
     async def _deliver(self, keeper: bytes, courier: _Courier) -> None:
         """Until it has all. One that is away hears the rest when it is back."""
         delay_s = 0.1
+        loop = asyncio.get_running_loop()
+        rounds, sent_at = 0, 0.0
         try:
             await asyncio.sleep(0)  # what is appended in this round goes along
             while courier.dirty:
+                if rounds >= self.config.keep_burst:  # no end of it: a sync for more at once
+                    await asyncio.sleep(sent_at + self.config.keep_gap_s - loop.time())
+                rounds, sent_at = rounds + 1, loop.time()
                 contact = self.members.contact(keeper)
                 if contact is None or not self.members.is_here(keeper):
                     return
