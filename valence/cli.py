@@ -318,6 +318,9 @@ def _show(view: dict[str, Any], display: Display) -> int:
     display.say(f"{view['name']} ({view['id']}): {state}, {took}{ran}")
     counts = ", ".join(f"{n} {state}" for state, n in view["counts"].items())
     display.say(f"tasks: {counts}")
+    others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
+    also = f", also kept by {' and '.join(others)}" if others else ""
+    display.say(f"home: peer {view['home'][:8]}{also}")
     if view["late"]:
         display.say(display.colour("its deadline has passed", "failed"))
     for name, reason in view["waiting_inputs"].items():

@@ -95,6 +95,9 @@ class Progress:
             self._line(float(event["at"]))
         if event["type"] == "inputs" and event.get("failed"):
             self._note(f"input {event['failed']}: {event['reason']}", "failed")
+        if event["type"] == "home":
+            state = "failed" if event.get("forced") else "retrying"
+            self._note(f"peer {event['peer'][:8]} is its home now: {event['reason']}", state)
 
     def _task(self, event: dict[str, Any]) -> None:
         task, state = event["task"], event["state"]
