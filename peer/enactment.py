@@ -51,6 +51,7 @@ class Enactment:
         config: Config,
     ) -> None:
         self.members = members
+        self._liveness = liveness
         self.admission = Admission(members.me.capacity, members.me.traits, config)
         self.executor = Executor(
             rpc=rpc,
@@ -88,7 +89,7 @@ class Enactment:
         self.home.on_given = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_doubt = liveness.suspect
-        self.keeping.on_company = liveness.stir
+        self.keeping.on_company = self._stir
         liveness.watched = self._watched
 
     def load(self) -> None:
@@ -109,6 +110,10 @@ class Enactment:
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
         ]
+
+    def _stir(self) -> None:
+        self._liveness.stir()
+        self.elections.stir()
 
     def _watched(self) -> set[bytes]:
         """Peers whose death would be this one's business: at work for it, keeping with it."""

@@ -33,8 +33,6 @@ from .replica import Replica, forced, majority, next_epoch, shown
 from .shelf import Write
 
 CHECK_S = 5.0
-#: a keeper that has heard from no home for so long asks around
-SILENCE_S = 600.0
 
 
 @dataclass(slots=True)
@@ -77,6 +75,11 @@ class Elections:
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
 
+    def stir(self) -> None:
+        """There is a journal more to look after."""
+        if len(self._keeping.replicas) <= 1:
+            self._wake.set()
+
     def reason(self, workflow: str) -> str:
         """In words, for who asks why nothing happens: what a copy here waits for."""
         replica = self._keeping.replicas.get(workflow)
@@ -105,9 +108,10 @@ class Elections:
         check_at = self._now() + CHECK_S
         while True:
             soonest = min((due.at for due in self._due.values()), default=math.inf)
+            idle = not self._keeping.replicas  # nothing to look at, until `stir`
             wait_s = max(0.0, min(soonest, check_at) - self._now())
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(None if idle else wait_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
