@@ -234,12 +234,53 @@ def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         cluster.close()
 
 
+def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """What three keepers cost against one: 10,000 calls on three peers, in turns, best of three."""
+    tasks = {"n": {"foreach": 10_000, "call": "operator:pos", "args": ["{item}"]}}
+    best: dict[int, float] = {}
+    syncs: dict[int, float] = {}
+    for turn in range(3):
+        for count in (1, 3):
+            place = home / f"{turn}-{count}"
+            cluster = Processes(place, 3, keepers=count)
+            try:
+                client = cluster.client(cluster.rows()[0])
+                client.submit(
+                    {"name": "warm", "tasks": {"n": {**tasks["n"], "foreach": 500}}}
+                ).wait()
+                before = [_syncs(cluster.client(row)) for row in cluster.rows()]
+                start = time.monotonic()
+                assert client.submit({"name": "calls", "tasks": tasks}).wait() == "succeeded"
+                took_s = time.monotonic() - start
+                after = [_syncs(cluster.client(row)) for row in cluster.rows()]
+            finally:
+                cluster.close()
+            if took_s < best.get(count, took_s + 1):
+                best[count] = took_s
+                others = [b - a for a, b in zip(before[1:], after[1:], strict=True)]
+                syncs[count] = max(others) / took_s
+    return {
+        "one_keeper_per_s": 10_000 / best[1],
+        "three_keepers_per_s": 10_000 / best[3],
+        "ratio": best[1] / best[3],
+        "syncs_per_s_of_a_keeper": syncs[3],
+    }
+
+
+def _syncs(client: Any) -> float:
+    for line in client.metrics().splitlines():
+        if line.startswith('valence_disk_total{kind="syncs"}'):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
 SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "kills": kills,
     "accept": accept,
     "failover": failover,
     "stops": stops,
     "island": island,
+    "keepers": keepers,
 }
 
 

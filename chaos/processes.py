@@ -22,10 +22,11 @@ VALENCE = [sys.executable, "-m", "valence"]
 
 
 class Processes:
-    def __init__(self, home: Path, peers: int, *more: str) -> None:
+    def __init__(self, home: Path, peers: int, *more: str, keepers: int = 3) -> None:
         self.home = home
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
         self.environment["VALENCE_HOME"] = str(home)
+        self.environment["VALENCE_KEEPERS"] = str(keepers)
         self.gone: set[str] = set()
         self._again: list[subprocess.Popen[bytes]] = []
         up = [*VALENCE, "up", "--peers", str(peers), "--detach", *more]
