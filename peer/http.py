@@ -341,6 +341,8 @@ class Http:
         except Problem as problem:  # the home went away: the client begins again where it was
             note = json.dumps({"type": "interrupted", "reason": problem.detail})
             await response.write(f"event: interrupted\ndata: {note}\n\n".encode())
+        except ConnectionResetError:
+            pass  # who read it has gone
         finally:
             self._streams -= 1
         return response
