@@ -98,7 +98,9 @@ class Gateway:
         member = self._members.get(home)
         if member is None or member.state >= State.DEAD:
             self._locate.forget(id, home)
-            raise Problem(503, f"the home of workflow {id}, peer {home.hex()[:8]}, is down")
+            why = self._why_vacant(id)
+            more = f": {why}" if why else ""
+            raise Problem(503, f"the home of workflow {id}, peer {home.hex()[:8]}, is down{more}")
         packed = msgpack.packb(arguments)
         message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
         try:
