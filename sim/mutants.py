@@ -238,14 +238,11 @@ def outcomes_of_no_attempt_count() -> list[Patch]:
     take = Home._take
 
     def lax(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
-        changed = []
         for ended in outcomes:
             attempt = run.tasks[ended.key.task].attempt(ended.key.number)
             if attempt is not None:
-                ended = ended._replace(epoch=attempt.epoch)
-                peer = attempt.peer
-            changed.append(ended)
-        take(self, run, peer, changed)
+                attempt.peer, attempt.epoch = peer, ended.epoch
+        take(self, run, peer, outcomes)
 
     return [(Home, "_take", lax)]
 
