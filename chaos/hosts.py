@@ -136,10 +136,6 @@ class Hosts:
     def heal(self) -> None:
         ip("-n", self._switch, "link", "set", "cable0", "up")
 
-    def lossy(self, index: int, percent: float) -> None:
-        command = ["tc", "-n", self._switch, "qdisc", "replace", "dev", f"p{index}", "root"]
-        subprocess.run([*command, "netem", "loss", f"{percent:g}%"], check=True)
-
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
