@@ -114,7 +114,8 @@ class Answers:
         here = self.knows(id)
         home = b"" if here else keeping.follows(id) or b""
         replica = keeping.replicas.get(id)
-        return FoundHome(here=here, epoch=replica.promised if replica else 0, home=home)
+        epoch = replica.promised if replica else 0
+        return FoundHome(here=here, epoch=epoch, home=home, kept=replica is not None)
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)

@@ -155,13 +155,8 @@ class Attempt:
         return {**self.result, "kind": "ok", "outputs": outputs}
 
     async def _fetch(self, files: list[File]) -> None:
-        missing = [file for file in files if file.hash not in self._blobs]
-        found = await asyncio.gather(
-            *(self._transfer.fetch(file) for file in missing), return_exceptions=True
-        )
-        for error in found:
-            if error is not None:
-                raise error
+        for _, error in await self._transfer.fetch_all(files):
+            raise error
 
     def _sources(self) -> list[Path]:
         return [self._blobs.path(file.hash) for file in self.work.inputs]

@@ -182,6 +182,25 @@ class Blobs:
             self._keep(hash, len(data), copy, room)
         return hash
 
+    async def put_many(self, found: list[tuple[bytes, bytes]]) -> None:
+        """Copies of small blobs, each with its hash, which was checked."""
+        rows = [(hash, data, self.new_part()) for hash, data in found if hash not in self._known]
+        with self.room(sum(len(data) for _, data, _ in rows)) as room:
+            try:
+                await asyncio.to_thread(self._settle_many, rows)
+            except OSError as error:
+                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+            for hash, data, _ in rows:
+                self._keep(hash, len(data), True, room)
+
+    def _settle_many(self, rows: list[tuple[bytes, bytes, Path]]) -> None:
+        for hash, data, part in rows:
+            try:
+                _write(part, data)
+                self._settle(part, hash, True)
+            finally:
+                part.unlink(missing_ok=True)
+
     async def receive(
         self, chunks: AsyncIterator[bytes], expected: bytes, announced: int | None
     ) -> int:
@@ -271,6 +290,11 @@ class Blobs:
 
     async def read(self, hash: bytes, offset: int, length: int) -> bytes:
         return await asyncio.to_thread(_read, self.path(hash), offset, length)
+
+    async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
+        """Whole ones."""
+        rows = [(hash, self.path(hash), self._known[hash].size) for hash in hashes]
+        return await asyncio.to_thread(lambda: [(h, _read(p, 0, size)) for h, p, size in rows])
 
     async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
         while start < end:

@@ -27,7 +27,7 @@ import msgpack
 from pydantic import ValidationError
 
 from protocols.admission import Admission
-from protocols.members import Members
+from protocols.members import Members, State
 from protocols.messages import (
     Abort,
     AttemptKey,
@@ -39,6 +39,7 @@ from protocols.messages import (
     Done,
     Inquire,
     Inquired,
+    Member,
     Needs,
     Offers,
     Outcome,
@@ -163,6 +164,7 @@ class Executor:
             (Describe, self._describe),
         ):
             rpc.on(kind, handler)  # type: ignore[arg-type]
+        members.listen(self._member_changed)
 
     def load(self) -> None:
         """Outcomes that an earlier run of this peer did not get rid of."""
@@ -187,6 +189,11 @@ class Executor:
         self._admission.give_back(sender.id, message.leases)
         self._news.set()
         self._advance()
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        if new.state >= State.DEAD or (old is not None and old.boot != new.boot):
+            self._admission.forsake(new.contact.id)
+            self._advance()
 
     def _commit(self, sender: Contact, message: Commit) -> Committed:
         now = self._now()
@@ -546,8 +553,10 @@ class Executor:
                 home = await self.find_home(workflow)
             finally:
                 self._looked_for.discard(workflow)
-            if home is not None:
+            if home:
                 self._rehome(workflow, home)
+            elif home is not None:  # it is not lost: its keepers look for a home
+                self._sought[workflow] = self._now()
 
     def _sweep(self) -> None:
         self._sweep_timer = None

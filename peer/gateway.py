@@ -92,9 +92,10 @@ class Gateway:
             return await self._answers.answer(id, question, arguments, owner)
         home = await self._locate.home(id)
         if home is None:
-            if self._home.journal.keeping.follows(id) is not None:
-                raise Problem(503, f"workflow {id} has no home: {self._why_vacant(id)}")
             raise Problem(404, f"there is no workflow {id}")
+        if not home:
+            why = self._why_vacant(id) or "its keepers are agreeing on a new one"
+            raise Problem(503, f"workflow {id} has no home: {why}")
         member = self._members.get(home)
         if member is None or member.state >= State.DEAD:
             self._locate.forget(id, home)

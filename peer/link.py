@@ -28,6 +28,7 @@ WAITING_FRAMES_MAX = 256
 STREAMS_MAX = 1024
 STREAM_IDLE_S = 300.0
 HANDSHAKE_S = 5.0
+KNOCK_S = 0.5
 SOCKET_BUFFER_BYTES = 4 * 2**20
 
 Receive = Callable[[Contact, bytes], None]
@@ -57,6 +58,7 @@ class Link:
     def __init__(self, seal: Seal, tls: TlsContexts, me: bytes, config: Config) -> None:
         self.counts: Counter[str] = Counter()
         self.receive: Receive = lambda sender, payload: None
+        self.on_broken: Callable[[bytes], None] = lambda peer: None  # a stream to it, or from it
         self._seal = seal
         self._tls = tls
         self._me = me
@@ -131,6 +133,12 @@ class Link:
         else:
             self._write(stream.writer, payload)
 
+    def line(self, to: Contact) -> None:
+        """Have a stream to it: should its process end, this is heard at once."""
+        if to.id not in self._streams and len(self._streams) < STREAMS_MAX // 2:
+            stream = self._streams[to.id] = _Stream()
+            stream.task = asyncio.ensure_future(self._dial(to, stream))
+
     def _write(self, writer: asyncio.StreamWriter, payload: bytes) -> None:
         if writer.transport.get_write_buffer_size() > BUFFERED_BYTES_MAX:
             self.counts["frames_dropped"] += 1
@@ -152,12 +160,33 @@ class Link:
             while stream.waiting:
                 self._write(writer, stream.waiting.popleft())
             await self._read(Contact(id=_peer_of(writer), host=to.host, port=to.port), reader)
-        except (OSError, TimeoutError, ValueError, EOFError):
+        except (TimeoutError, ValueError):
             self.counts["stream_failures"] += 1
+        except (OSError, EOFError):
+            self._broke(to.id)
         finally:
             self._streams.pop(to.id, None)
             if writer is not None:
                 await _shut(writer)
+
+    def _broke(self, peer: bytes) -> None:
+        """By the other end, or by the network: is that peer still there?"""
+        self.counts["stream_failures"] += 1
+        if not self._closing:
+            self.on_broken(peer)
+
+    async def knock(self, to: Contact) -> bool:
+        """True only if its host answers that nobody listens there."""
+        self.counts["knocks"] += 1
+        try:
+            async with asyncio.timeout(KNOCK_S):
+                _, writer = await asyncio.open_connection(to.host, to.port)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        await _shut(writer)
+        return False
 
     # ----------------------------------------------------------------- receiving
 
@@ -184,6 +213,7 @@ class Link:
             writer.close()
             return
         self._accepted.add(task)
+        sender = NOBODY
         try:
             sender = _peer_of(writer)
             stream = self._streams.get(sender)
@@ -191,8 +221,10 @@ class Link:
                 stream = self._streams[sender] = _Stream(writer=writer)
             host = writer.get_extra_info("peername")[0]
             await self._read(Contact(id=sender, host=host, port=0), reader, writer)
-        except (OSError, TimeoutError, ValueError, EOFError):
+        except (TimeoutError, ValueError):
             self.counts["stream_failures"] += 1
+        except (OSError, EOFError):
+            self._broke(sender)
         except asyncio.CancelledError:
             if not self._closing:
                 raise

@@ -31,7 +31,7 @@ class Locate:
         self._homes: OrderedDict[str, bytes] = OrderedDict()
 
     async def home(self, id: str) -> bytes | None:
-        """None: nobody who answers has heard of it."""
+        """Empty: it is kept, but has no home now. None: nobody who answers has heard of it."""
         known = self._homes.get(id)
         if known is not None and self._members.is_here(known):
             return known
@@ -44,9 +44,11 @@ class Locate:
             home: bytes | None = newest.owner
         else:
             home = await self._ask_all(id)
+            if home is None and followed is not None:
+                home = b""
             if home is None and newest is not None and not self._members.is_here(newest.owner):
                 home = newest.owner  # it is down, and nobody else can say more
-        if home is not None:
+        if home:
             self._homes[id] = home
             if len(self._homes) > HOMES_REMEMBERED:
                 self._homes.popitem(last=False)
@@ -61,14 +63,16 @@ class Locate:
         members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         answers = await self.everyone(members, FindHome(workflow=id), FoundHome)
         best: tuple[int, bool, bytes] | None = None
+        kept = False
         for member, found in answers:
             if not isinstance(found, FoundHome):
                 continue
+            kept = kept or found.kept
             where = member.contact.id if found.here else found.home
             if any(where) and self._members.is_here(where):
                 row = (found.epoch, found.here, where)
                 best = row if best is None else max(best, row)
-        return best[2] if best else None
+        return best[2] if best else b"" if kept else None
 
     async def everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
         """What each of them answers; None where one does not."""

@@ -7,12 +7,22 @@ and the next one asked; holders come from the task's own list, then from the cat
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from protocols.members import Members
-from protocols.messages import BlobPart, Contact, CopiedBlobs, CopyBlobs, File, ReadBlob
+from protocols.messages import (
+    BlobPart,
+    BlobsRead,
+    Contact,
+    CopiedBlobs,
+    CopyBlobs,
+    File,
+    ReadBlob,
+    ReadBlobs,
+)
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
 
@@ -23,6 +33,8 @@ log = logging.getLogger("valence.transfer")
 RANGE_BYTES = 512 * 1024
 RANGES_AT_ONCE = 4
 TRANSFERS_MAX = 16
+SMALL_BYTES = 64 * 1024  # several of them share a message
+BATCH_BLOBS = 256
 COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
 
 
@@ -42,6 +54,7 @@ class Transfer:
         self._under_way: dict[bytes, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(TRANSFERS_MAX)
         rpc.on(ReadBlob, self._read_blob)
+        rpc.on(ReadBlobs, self._read_blobs)
         rpc.on(CopyBlobs, self._copy_blobs)
 
     async def _read_blob(self, sender: Contact, message: ReadBlob) -> BlobPart:
@@ -54,11 +67,21 @@ class Transfer:
         self.counts["bytes_served"] += len(data)
         return BlobPart(size=size, data=data)
 
+    async def _read_blobs(self, sender: Contact, message: ReadBlobs) -> BlobsRead:
+        chosen: list[bytes] = []
+        total = 0
+        for hash in message.hashes:
+            size = self._blobs.size(hash)
+            if size is not None and size <= SMALL_BYTES and total + size <= RANGE_BYTES:
+                chosen.append(hash)
+                total += size
+        found = await self._blobs.read_many(chosen)
+        self.counts["bytes_served"] += total
+        return BlobsRead(blobs=tuple(found))
+
     async def _copy_blobs(self, sender: Contact, message: CopyBlobs) -> CopiedBlobs:
-        results = await asyncio.gather(*map(self.fetch, message.files), return_exceptions=True)
-        for file, error in zip(message.files, results, strict=True):
-            if error is not None:
-                log.info("no second copy of %s here: %s", file.name, error)
+        for file, error in await self.fetch_all(message.files):
+            log.info("no second copy of %s here: %s", file.name, error)
         return CopiedBlobs(hashes=tuple(f.hash for f in message.files if f.hash in self._blobs))
 
     async def copy_to(self, peer: bytes, files: list[File]) -> set[bytes]:
@@ -85,6 +108,43 @@ class Transfer:
                 self._under_way[file.hash] = task
                 task.add_done_callback(lambda _: self._under_way.pop(file.hash, None))
             await asyncio.shield(task)
+
+    async def fetch_all(self, files: Iterable[File]) -> list[tuple[File, BaseException]]:
+        """After this they are here, but for those that are returned. Small ones that have a holder
+        in common come together; whatever did not come that way is fetched by itself."""
+        missing = [file for file in files if file.hash not in self._blobs]
+        batches: dict[bytes, list[File]] = {}
+        for file in missing:
+            alive = [p for p in file.holders if self._members.is_alive(p) and p != self._rpc.me.id]
+            if file.size <= SMALL_BYTES and alive and file.hash not in self._under_way:
+                holder = max(alive, key=lambda p: len(batches.get(p, ())))
+                batches.setdefault(holder, []).append(file)
+        calls = []
+        for holder, rows in batches.items():
+            count = max(1, min(BATCH_BLOBS, RANGE_BYTES // max(1, max(f.size for f in rows))))
+            for start in range(0, len(rows) if len(rows) > 1 else 0, count):
+                calls.append(self._fetch_batch(holder, rows[start : start + count]))
+        await asyncio.gather(*calls)
+        left = [file for file in missing if file.hash not in self._blobs]
+        results = await asyncio.gather(*map(self.fetch, left), return_exceptions=True)
+        return [(f, e) for f, e in zip(left, results, strict=True) if e is not None]
+
+    async def _fetch_batch(self, holder: bytes, files: list[File]) -> None:
+        contact = self._members.contact(holder)
+        if contact is None:
+            return
+        wanted = {file.hash for file in files}
+        message = ReadBlobs(hashes=tuple(wanted))
+        try:
+            async with self._slots:
+                answer = await self._rpc.call(contact, message, BlobsRead)
+                rows = _checked(answer.blobs, wanted)
+                await self._blobs.put_many(rows)
+        except (CallFailed, BlobError) as error:
+            log.debug("%d files from %s: %s", len(files), holder.hex()[:8], error)
+            return
+        self.counts["corrupt"] += len(answer.blobs) - len(rows)
+        self.counts["bytes_fetched"] += sum(len(data) for _, data in rows)
 
     async def announce(self, hash: bytes, version: int) -> None:
         """To the catalog: this peer holds it."""
@@ -200,3 +260,8 @@ class Transfer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _checked(found: Iterable[tuple[bytes, bytes]], wanted: set[bytes]) -> list[tuple[bytes, bytes]]:
+    """Those that were asked for, and are what their names say."""
+    return [(h, d) for h, d in found if h in wanted and hashlib.sha256(d).digest() == h]

@@ -2,8 +2,8 @@
 
 Rules, and why nothing is ever over-booked:
 - Capacity is integers. What runs and what immediate leases hold never sums to more than there is.
-- A lease is for one unit and expires by itself: a home that dies after reserving costs a few
-  seconds of room. Committing an expired or unknown lease is refused.
+- A lease is for one unit and expires by itself, and falls with its home: one that dies after
+  reserving costs a few seconds of room at most. Committing an expired or unknown lease is refused.
 - An immediate lease begins to run when it is committed. A queued lease waits its turn in one queue,
   earliest deadline first; units without a deadline count as due a fixed time after they came.
 - The queue is short (in seconds of estimated work): it hides a round trip, it is no backlog.
@@ -238,6 +238,12 @@ class Admission:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.home == home:
                 self._drop(lease_id)
+
+    def forsake(self, home: bytes) -> None:
+        """It is dead, or was started anew: what it reserved it will never use."""
+        for lease_id in [id for id, lease in self._leases.items() if lease.home == home]:
+            self._drop(lease_id)
+        self._wishes.pop(home, None)
 
     def expire(self, now: float) -> None:
         # leases live equally long, so the oldest expires first

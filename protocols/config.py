@@ -48,6 +48,9 @@ class Config:
     probe_quiet_s: float = 2.5  # when no peer came, went or was suspected for a while
     probe_quiet_after_s: float = 10.0
     probe_timeout_s: float = 0.5
+    # A ping that is late: the peer's host is asked by TCP whether anybody listens there. Its kernel
+    # answers, however busy the peer is; a process that ended is so known at once.
+    knock_after_s: float = 0.15
     indirect_probes: int = 3
     farewells_max: int = 32  # by a peer that leaves; the others hear it as a rumour
     self_doubt_max: int = 2  # failed pings in a row that a peer blames on itself, see liveness
@@ -113,6 +116,7 @@ WAN = Config(
     probe_s=2.0,
     probe_quiet_s=5.0,
     probe_timeout_s=2.0,
+    knock_after_s=0.6,
     suspicion_s=6.0,
     probe_answer_s=1.5,
     lease_ttl_s=15.0,

@@ -3,10 +3,13 @@
 Each peer pings one other a second, in shuffled rounds; when nothing has changed for a while, less
 often. Whom it has given work to (`watched`) it pings itself, every other second. No answer: a few
 others are asked to ping it; still none: it is suspected, and everybody hears; if it has not
-objected in time, it is dead. Pings carry rumours and a digest of the whole view; where digests
-differ the two exchange what the other lacks, so a new peer is known everywhere in O(log n) seconds,
-and a quiet cluster says little. A dead peer is pinged now and then, so that a healed partition
-grows together again.
+objected in time, it is dead. Where a ping is late and the host itself says that nobody listens at
+that port (a refused connection), and a second peer is told the same, it is dead without further
+waiting: its process has ended. Should that ever be wrong, it objects as to any rumour.
+
+Pings carry rumours and a digest of the whole view; where digests differ the two exchange what the
+other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
+A dead peer is pinged now and then, so that a healed partition grows together again.
 
 When many of its own pings fail, or its own timers come late, a peer doubts itself first (after
 Lifeguard): it waits longer for answers and objections and asks less often, so that an overloaded
@@ -19,6 +22,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Iterable
+from enum import Enum
 
 from .config import Config
 from .members import Members, State
@@ -42,6 +46,14 @@ DEAD_PING_EVERY = 10
 WATCHED_MAX = 48
 WATCHED_FEW = 8
 LATE_S_MAX = 5.0
+
+
+class Sign(Enum):
+    """What became of a ping."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    SILENT = "silent"
 
 
 class Liveness:
@@ -166,23 +178,47 @@ class Liveness:
 
     async def _examine(self, target: Member) -> None:
         contact = target.contact
-        if await self._ping_once(contact):
+        sign = await self._look(contact)
+        if sign is Sign.ANSWERED:
             self._doubt = max(0, self._doubt - 1)
             return
-        if target.state <= State.SUSPECT:
+        if sign is Sign.SILENT and target.state <= State.SUSPECT:
             self._doubt = min(self._config.self_doubt_max, self._doubt + 1)
-        others = [
-            m.contact
-            for m in self._members.here()
-            if m.contact.id not in (contact.id, self._rpc.me.id)
-        ]
-        helpers = self._rng.sample(others, min(len(others), self._config.indirect_probes))
-        answers = await asyncio.gather(*(self._ask(helper, contact) for helper in helpers))
-        if any(answers):
-            return
+        verdict = await self._ask_around(contact, sign)
         member = self._members.get(contact.id)
-        if member is not None and member.boot == target.boot:
-            self._members.judge(contact.id, State.SUSPECT, self._now())
+        if verdict is not None and member is not None and member.boot == target.boot:
+            self._members.judge(contact.id, verdict, self._now())
+
+    async def _ask_around(self, contact: Contact, sign: Sign) -> State | None:
+        """What others see; None if it is there. Two refusals are proof, one is not."""
+        mine = (contact.id, self._rpc.me.id)
+        others = [m.contact for m in self._members.here() if m.contact.id not in mine]
+        helpers = self._rng.sample(others, min(len(others), self._config.indirect_probes))
+        if not helpers:
+            return State.DEAD if sign is Sign.REFUSED else State.SUSPECT
+        asked = [asyncio.ensure_future(self._ask(helper, contact)) for helper in helpers]
+        try:
+            for answer in asyncio.as_completed(asked):
+                found = await answer
+                if found is Sign.ANSWERED:
+                    return None
+                if found is sign is Sign.REFUSED:
+                    return State.DEAD
+        finally:
+            for task in asked:
+                task.cancel()
+        return State.SUSPECT
+
+    async def _look(self, contact: Contact) -> Sign:
+        """Ping it; if the answer is late, also ask its host whether anybody listens there."""
+        ping = asyncio.ensure_future(self._ping_once(contact))
+        try:
+            done, _ = await asyncio.wait((ping,), timeout=self._config.knock_after_s)
+            if not done and await self._rpc.knock(contact) and not ping.done():
+                return Sign.REFUSED
+            return Sign.ANSWERED if await ping else Sign.SILENT
+        finally:
+            ping.cancel()
 
     async def _ping_once(self, contact: Contact) -> bool:
         about = self._members.get(contact.id)
@@ -202,14 +238,16 @@ class Liveness:
             self._sync_s = self._config.sync_s_min
         return True
 
-    async def _ask(self, helper: Contact, target: Contact) -> bool:
+    async def _ask(self, helper: Contact, target: Contact) -> Sign:
         try:
             wait_s = 1.5 * self._config.probe_timeout_s * self._patience()
             message = PingFor(target=target)
             answer = await self._rpc.call(helper, message, PingedFor, wait_s, probing=True)
         except CallFailed:
-            return False
-        return answer.alive
+            return Sign.SILENT
+        if answer.alive:
+            return Sign.ANSWERED
+        return Sign.REFUSED if answer.refused else Sign.SILENT
 
     def _changed(self, old: Member | None, new: Member) -> None:
         peer = new.contact.id
@@ -275,7 +313,8 @@ class Liveness:
         return Ack(digest=self._members.digest, rumours=self._members.rumours())
 
     async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:
-        return PingedFor(alive=await self._ping_once(message.target))
+        sign = await self._look(message.target)
+        return PingedFor(alive=sign is Sign.ANSWERED, refused=sign is Sign.REFUSED)
 
     def _sync(self, sender: Contact, message: Sync) -> Synced:
         lacks, wanted = self._members.compare(message.known)

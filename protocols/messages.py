@@ -333,6 +333,7 @@ class PingFor(Message):
 @numbered(7)
 class PingedFor(Message):
     alive: bool
+    refused: bool = False  # its host says that nobody listens there
 
 
 @numbered(8, repeatable=True)
@@ -474,6 +475,18 @@ class BlobPart(Message):
     data: bytes
 
 
+@numbered(47, repeatable=True)
+class ReadBlobs(Message):
+    """Small ones, whole; as many of them as fit into an answer."""
+
+    hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
+
+
+@numbered(48)
+class BlobsRead(Message):
+    blobs: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=500)]
+
+
 @numbered(33)
 class Ask(Message):
     """A user's question about a workflow, sent on to its home."""
@@ -531,6 +544,7 @@ class FoundHome(Message):
     here: bool
     epoch: Natural = 0
     home: bytes = b""  # whom this peer follows as a keeper, if it is not the home itself
+    kept: bool = False  # there is a copy here, whoever is its home
 
 
 @numbered(41)

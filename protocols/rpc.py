@@ -33,6 +33,14 @@ class Wire(Protocol):
 
     def send(self, to: Contact, payload: bytes) -> None: ...
 
+    async def knock(self, to: Contact) -> bool:
+        """True only if its host answers that nobody listens there."""
+        ...
+
+    def line(self, to: Contact) -> None:
+        """Have a stream to it: should its process end, this is heard at once."""
+        ...
+
 
 class CallFailed(Exception):
     """The base of what can become of a call besides its answer."""
@@ -151,6 +159,12 @@ class Rpc:
             self.counts.refused += 1
             raise Refused(found.code, found.text)
         raise Refused("protocol", f"{type(found).__name__} does not answer this")
+
+    async def knock(self, to: Contact) -> bool:
+        return await self._wire.knock(to)
+
+    def line(self, to: Contact) -> None:
+        self._wire.line(to)
 
     def tell(self, to: Contact, message: Message) -> None:
         """Sent once, no answer: for what may be lost."""

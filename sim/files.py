@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from peer.blobs import BlobError
-from peer.transfer import Transfer, Unavailable
+from peer.transfer import Transfer
 from protocols.messages import Contact, File, Value, Work
 
 from .disk import Platter
@@ -38,6 +38,13 @@ class SimBlobs:
         await asyncio.sleep(0.001)
         self._held[hash] = data
         return hash
+
+    async def put_many(self, found: list[tuple[bytes, bytes]]) -> None:
+        for _, data in found:
+            await self.put(data, copy=True)
+
+    async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
+        return [(hash, self._held[hash]) for hash in hashes]
 
     async def read(self, hash: bytes, offset: int, length: int) -> bytes:
         return self._held[hash][offset : offset + length]
@@ -77,10 +84,7 @@ class SimAttempt:
 
     async def run(self) -> dict[str, Any]:
         shop, work = self._workshop, self.work
-        try:
-            for file in work.inputs:
-                await shop.transfer.fetch(file)
-        except (Unavailable, BlobError) as error:
+        for _, error in await shop.transfer.fetch_all(work.inputs):
             return {"kind": "returned", "reason": str(error)[:2000]}
         shop.on_begin(work)
         shop.running += 1

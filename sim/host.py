@@ -50,6 +50,8 @@ class Host:
     def start(self, seeds: list[Contact]) -> None:
         self.life = Life()
         self.platter.boots += 1
+        if hasattr(self, "peer"):
+            self._network.closed.discard(self.id)
         self.life.context.run(self._start, seeds)
 
     def _start(self, seeds: list[Contact]) -> None:
@@ -112,9 +114,11 @@ class Host:
         await self.peer.liveness.sync(seed)
         await self.peer.overlay.find(self.id)
 
-    def kill(self) -> None:
-        """Between two steps, with nothing said."""
+    def kill(self, whole: bool = True) -> None:
+        """Between two steps, with nothing said; not the `whole` host, but its process."""
         assert self.life is not None
+        if not whole:
+            self._network.close(self.id)
         self.life.kill()
         self.life = None
         self.database.crash()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocols.config import LAN, Config
@@ -41,6 +42,8 @@ class Network:
         self.cut_links: set[tuple[bytes, bytes]] = set()  # nothing from the first to the second
         self.island: set[bytes] = set()  # cut off from all others, not from each other
         self.clogged: dict[tuple[bytes, bytes], float] = {}  # what goes this way takes so long
+        self.closed: set[bytes] = set()  # the process has ended; its host still answers for it
+        self._lines: dict[bytes, set[bytes]] = {}
         self._ends: dict[tuple[str, int], SimWire] = {}
 
     def wire(self, contact: Contact) -> SimWire:
@@ -66,14 +69,41 @@ class Network:
             address = (to.host, to.port)
             loop.call_later(delay_s, self._arrive, sender, address, payload, context=NOBODY)
 
+    async def knock(self, sender: Contact, to: Contact) -> bool:
+        faults, way = self.faults, (sender.id, to.id)
+        await asyncio.sleep(2 * faults.latency_s + self.clogged.get(way, 0.0))
+        lost = self.rng.random() < 2 * faults.loss
+        return to.id in self.closed and not lost and self._way(*way) and self._way(to.id, sender.id)
+
+    def line(self, a: bytes, b: bytes) -> None:
+        for one, other in ((a, b), (b, a)):
+            self._lines.setdefault(one, set()).add(other)
+
+    def close(self, peer: bytes) -> None:
+        """Its process ends: its host says so to whom has a stream to it, or knocks."""
+        self.closed.add(peer)
+        others = sorted(self._lines.pop(peer, ()))
+        ends = {end.contact.id: end for end in self._ends.values()}
+        for other in others:
+            self._lines[other].discard(peer)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.faults.latency_s, self._broke, peer, ends[other], context=NOBODY)
+
+    def _broke(self, peer: bytes, end: SimWire) -> None:
+        if self._way(peer, end.contact.id) and end.life is not None and not end.life.dead:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(end.on_broken, peer, context=end.life.context)
+
+    def _way(self, sender: bytes, to: bytes) -> bool:
+        if sender in self.cut or to in self.cut or (sender, to) in self.cut_links:
+            return False
+        return (sender in self.island) == (to in self.island)
+
     def _arrive(self, sender: Contact, address: tuple[str, int], payload: bytes) -> None:
         end = self._ends.get(address)
         if end is None or end.rpc is None:
             return
-        me = end.contact.id
-        if sender.id in self.cut or me in self.cut or (sender.id, me) in self.cut_links:
-            return
-        if (sender.id in self.island) != (me in self.island):
+        if not self._way(sender.id, end.contact.id):
             return
         if end.life is None:
             end.rpc.received(sender, payload)
@@ -87,10 +117,17 @@ class SimWire:
         self.contact = contact
         self.rpc: Rpc | None = None
         self.life: Life | None = None
+        self.on_broken: Callable[[bytes], None] = lambda peer: None
         self._network = network
 
     def send(self, to: Contact, payload: bytes) -> None:
         self._network.carry(self.contact, to, payload)
+
+    async def knock(self, to: Contact) -> bool:
+        return await self._network.knock(self.contact, to)
+
+    def line(self, to: Contact) -> None:
+        self._network.line(self.contact.id, to.id)
 
 
 class SimPeer:
@@ -133,12 +170,18 @@ class SimPeer:
         self.rpc.on_error = lambda where, error: self.errors.append(error)
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
+        wire.on_broken = self._stream_broke
         self.rpc.on(Hello, self._hello)
         self.members.listen(self._changed)
         self._tasks = [
             asyncio.ensure_future(work)
             for work in (self.liveness.run(), self.overlay.refresh(), self.records.run())
         ]
+
+    def _stream_broke(self, peer: bytes) -> None:
+        contact = self.members.contact(peer)
+        if contact is not None:
+            self.liveness.suspect(contact)
 
     def _hello(self, sender: Contact, message: Hello) -> Welcome:
         self.members.apply(message.member, asyncio.get_running_loop().time())

@@ -482,7 +482,7 @@ class World:
         if not host.up:
             return
         self.say(f"peer {host.index} crashes")
-        host.kill()
+        host.kill(whole=False)
         await self._for_a_while("crash", 12.0)
         if not host.gone:
             self.say(f"peer {host.index} starts again")
@@ -529,7 +529,7 @@ class World:
         host = host if host is not None and host.up else self.rng.choice(self.up())
         host.gone = True
         self.say(f"peer {host.index} dies for good")
-        host.kill()
+        host.kill(whole=self.rng.random() < 0.5)
         self._calm_since = self._died_at = self._now()
 
     async def _do_perish(self) -> None:

@@ -14,4 +14,7 @@ def main() -> int:
 
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run(sys.argv[1:])
+    try:
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while a command was still being imported
+        return 130

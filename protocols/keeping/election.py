@@ -52,6 +52,7 @@ class Elections:
         self._started = False
         keeping.on_vacant = self.vacant
         keeping.on_followed = self.followed
+        keeping.on_keeper_back = self.back
         keeping.rpc.on(Elect, self._elect)
 
     def start(self) -> None:
@@ -68,6 +69,14 @@ class Elections:
             return
         self._due[workflow] = _Due(self._now() + self._turn_s(replica))
         self._wake.set()
+
+    def back(self, workflow: str) -> None:
+        """One of its keepers is here again: perhaps that is what was lacking."""
+        due, replica = self._due.get(workflow), self._keeping.replicas.get(workflow)
+        if due is not None and replica is not None:
+            due.tries = 0
+            due.at = min(due.at, self._now() + self._turn_s(replica))
+            self._wake.set()
 
     def followed(self, workflow: str) -> None:
         """There is a home, or no copy: nothing to stand for."""

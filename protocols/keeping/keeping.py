@@ -86,6 +86,7 @@ class Keeping:
         self.on_committed: Callable[[str], None] = lambda workflow: None
         self.on_vacant: Callable[[str], None] = lambda workflow: None  # its home is not known
         self.on_followed: Callable[[str], None] = lambda workflow: None
+        self.on_keeper_back: Callable[[str], None] = lambda workflow: None
         self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
         self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
@@ -485,6 +486,9 @@ class Keeping:
                 raise Refused("protocol", "a journal without keepers")
             if found.workflow in self._closing:
                 raise Refused("busy", "the copy is being put away")
+        contact = self.members.contact(sender.id)
+        if contact is not None:
+            self.rpc.line(contact)  # the end of a home is of interest here
         writes: list[Write] = []
         stored = [self._take(sender.id, found, writes) for found in message.slices]
         # also without any: what is here since an earlier message may not be on disk yet
@@ -557,7 +561,11 @@ class Keeping:
                     if anew or new.state >= State.DEAD:
                         replica.home = b""
                     self.on_vacant(replica.workflow)
-        elif old is not None and old.state == State.SUSPECT:
+        if new.state == State.ALIVE:
+            for replica in list(self.replicas.values()):
+                if peer in replica.keepers and not replica.home:
+                    self.on_keeper_back(replica.workflow)
+        if new.state == State.ALIVE and not anew and old is not None and old.state == State.SUSPECT:
             for replica in list(self.replicas.values()):
                 if replica.home == peer:
                     self.on_followed(replica.workflow)

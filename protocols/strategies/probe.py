@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from ..config import Config
 from ..matching import explain, slots, unmet
-from ..members import Members
+from ..members import Members, State
 from ..messages import (
     AttemptKey,
     Capacity,
@@ -238,7 +238,9 @@ class Probe:
             if not fitting:
                 group.reason = explain(known, group.needs) or "no peer is here"
                 continue
-            ready = [m for m in fitting if self._peer(m).quiet_until <= now]
+            ready = [  # not those under suspicion: a round waits for all that it asks
+                m for m in fitting if m.state == State.ALIVE and self._peer(m).quiet_until <= now
+            ]
             self._say_busy(group, fitting, now)
             if not ready:
                 continue
@@ -441,7 +443,9 @@ class Probe:
         recent = [t for t in group.refusals if t > now - 2.0]
         group.refusals = recent
         peers = f"{len(fitting)} peer{'s' if len(fitting) != 1 else ''} match"
-        if recent:
+        if all(m.state != State.ALIVE for m in fitting):
+            group.reason = f"{peers}, but no answer comes from any"
+        elif recent:
             group.reason = f"{peers}, all busy, {len(recent)} refused in the last 2 s"
         else:
             group.reason = f"{peers}, being asked"
