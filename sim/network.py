@@ -90,9 +90,8 @@ class Network:
             loop.call_later(self.faults.latency_s, self._broke, peer, ends[other], context=NOBODY)
 
     def _broke(self, peer: bytes, end: SimWire) -> None:
-        if self._way(peer, end.contact.id) and end.life is not None and not end.life.dead:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(end.on_broken, peer, context=end.life.context)
+        if self._way(peer, end.contact.id):
+            self._deliver(end, end.on_broken, peer)
 
     def _way(self, sender: bytes, to: bytes) -> bool:
         if sender in self.cut or to in self.cut or (sender, to) in self.cut_links:
@@ -105,11 +104,14 @@ class Network:
             return
         if not self._way(sender.id, end.contact.id):
             return
+        self._deliver(end, end.rpc.received, sender, payload)
+
+    def _deliver(self, end: SimWire, what: Callable[..., None], *arguments: object) -> None:
         if end.life is None:
-            end.rpc.received(sender, payload)
+            what(*arguments)
         else:
             loop = asyncio.get_running_loop()
-            loop.call_soon(end.rpc.received, sender, payload, context=end.life.context)
+            loop.call_soon(what, *arguments, context=end.life.context)
 
 
 class SimWire:

@@ -11,11 +11,13 @@ import pytest
 
 from protocols.config import LAN
 from protocols.members import State
-from protocols.messages import Contact, Done, Leave, Ping, Record, Refusal, Vacancy
+from protocols.messages import Contact, Done, File, Leave, Ping, Record, Refusal, Vacancy
 from protocols.overlay.lookup import Lookup
 from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
 from protocols.rpc import Refused, Rpc, Unreachable
+from sim.disk import Platter
+from sim.files import SimBlobs, SimTransfer
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
 
@@ -223,6 +225,79 @@ def test_a_dead_peer_is_known_dead_within_seconds_and_a_lossy_one_is_not(seed: i
         return took
 
     assert run(scenario()) < 9
+
+
+def test_a_process_that_ended_is_known_dead_without_waiting() -> None:
+    async def scenario() -> tuple[float, float]:
+        network = Network(7)
+        peers = await cluster(network, 12)
+        await until(lambda: all(len(p.members.here()) == 12 for p in peers), 30)
+        victim = peers.pop(5)
+        peers[0].rpc.line(victim.contact)
+        await victim.close()
+        network.close(victim.contact.id)  # its host is there, and says that nobody listens
+        gone = [lambda p=p: not p.members.is_here(victim.contact.id) for p in peers]
+        first = await until(gone[0], 30)
+        return first, first + await until(lambda: all(g() for g in gone), 30)
+
+    with_a_stream, all_know = run(scenario())
+    assert with_a_stream < 0.6
+    assert all_know < 3
+
+
+def test_one_that_is_refused_by_one_peer_alone_is_not_dead() -> None:
+    async def scenario() -> None:
+        network = Network(8)
+        peers = await cluster(network, 6)
+        await until(lambda: all(len(p.members.here()) == 6 for p in peers), 30)
+        a, b = peers[1], peers[2]
+
+        async def refused(to: Contact) -> bool:  # a firewall between these two
+            return to.id == b.contact.id
+
+        a.rpc.knock = refused  # type: ignore[method-assign]
+        network.cut_links |= {(a.contact.id, b.contact.id), (b.contact.id, a.contact.id)}
+        for _ in range(60):
+            await asyncio.sleep(1)
+            assert all(p.members.is_here(b.contact.id) for p in peers)
+        for peer in peers:
+            await peer.close()
+
+    run(scenario())
+
+
+def test_small_files_come_together_and_what_is_wrong_is_not_kept() -> None:
+    async def scenario() -> None:
+        network = Network(9)
+        peers = await cluster(network, 3)
+        await until(lambda: all(len(p.members.here()) == 3 for p in peers), 30)
+        blobs = [SimBlobs(Platter()) for _ in peers]
+        transfers = [
+            SimTransfer(p.rpc, b, p.members, p.records) for p, b in zip(peers, blobs, strict=True)
+        ]
+        files = []
+        for number in range(300):
+            data = b"%d" % number
+            holders = (peers[1].contact.id, peers[2].contact.id)
+            hash = await blobs[1].put(data)
+            await blobs[2].put(data)
+            files.append(File(f"f{number}", hash, len(data), holders))
+        lied = files[7].hash
+        blobs[1]._held[lied] = b"something else"
+        before = transfers[0]._rpc.counts.calls
+        assert await transfers[0].fetch_all(files) == []
+        assert all(file.hash in blobs[0] for file in files)
+        assert blobs[0]._held[lied] == b"7"  # from the other holder
+        assert transfers[0].counts["corrupt"] >= 1
+        assert transfers[0]._rpc.counts.calls - before < 10
+        gone = File("gone", b"x" * 32, 3, (peers[1].contact.id,))
+        ((file, error),) = await transfers[0].fetch_all([gone, files[0]])
+        assert file is gone
+        assert "no holder could give it" in str(error)
+        for peer in peers:
+            await peer.close()
+
+    run(scenario())
 
 
 def test_one_cut_link_kills_nobody() -> None:

@@ -253,6 +253,17 @@ def test_a_lease_expires_and_can_not_be_committed_after() -> None:
     assert peer.free == peer.capacity
 
 
+def test_leases_fall_with_their_home() -> None:
+    peer = admission()
+    (lease,) = peer.reserve(HOME, room(4000), 0.0).leases
+    peer.forsake(b"x" * 20)
+    assert peer.free != peer.capacity
+    peer.forsake(HOME)
+    assert peer.free == peer.capacity
+    assert peer.commit(HOME, lease, "unit", 0.1) == "the lease has expired"
+    peer.sanity_check()
+
+
 def test_the_queue_is_earliest_deadline_first() -> None:
     peer = admission(1000)
     (first,) = peer.reserve(HOME, room(runtime_s=0.1), 0.0).leases
