@@ -26,13 +26,14 @@ BATCH_MAX = 512
 PATIENCE_S = 0.005
 QUICK_S = 0.001  # what a transaction may take, on average, to be waited for on the spot
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
 create table if not exists meta (key text primary key, value) without rowid;
 create table if not exists workflows (
     id text primary key, name text not null, owner text not null, state text not null,
-    submitted_at real not null, ended_at real, tasks integer not null
+    submitted_at real not null, ended_at real, tasks integer not null,
+    keepers blob -- the last entry that says who they are
 ) without rowid;
 create index if not exists workflows_by_time on workflows (submitted_at desc, id);
 create table if not exists entries (

@@ -13,6 +13,7 @@ from typing import Any
 
 from protocols.admission import Admission
 from protocols.config import Config
+from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
 from protocols.keeping.tending import Tending
@@ -80,6 +81,7 @@ class Enactment:
         self.home.use(self.probe)
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
+        self.archive = Archive(self.keeping, self.elections)
         answers = Answers(self.home, rpc, clock)
         locate = Locate(rpc, members, records, self.journal)
         reason = self.elections.reason
@@ -109,6 +111,7 @@ class Enactment:
             ("home", self.home.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
+            ("archive", self.archive.run()),
         ]
 
     def _stir(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from typing import Any
 
+from protocols.keeping.place import closest
 from protocols.members import Members
 from protocols.messages import FindHome, FoundHome, Member
 from protocols.records import Records, key_of
@@ -19,6 +20,7 @@ from .journal import Journal
 
 HOMES_REMEMBERED = 10_000
 FAN_OUT = 64
+CLOSEST = 5
 ANSWER_S = 2.0
 
 
@@ -60,7 +62,12 @@ class Locate:
             self._homes[id] = b""
 
     async def _ask_all(self, id: str) -> bytes | None:
-        members = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        others = {m.contact.id: m for m in self._members.here() if m.contact.id != self._rpc.me.id}
+        near = closest(id, others, CLOSEST)  # who should have it, before all others
+        found = await self._ask_some(id, [others.pop(peer) for peer in near])
+        return found or await self._ask_some(id, list(others.values())) or found
+
+    async def _ask_some(self, id: str, members: list[Member]) -> bytes | None:
         answers = await self.everyone(members, FindHome(workflow=id), FoundHome)
         best: tuple[int, bool, bytes] | None = None
         kept = False

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from protocols.keeping.replica import Replica
+from protocols.keeping.replica import CONFIGS, Replica, keepers_in
 from protocols.keeping.shelf import Write
 from protocols.messages import Entry
 
@@ -128,6 +128,11 @@ class Shelf:
             self._ends.pop(workflow, None)
             sql = "delete from entries where workflow = ? and seq >= ?"
             found.append((sql, (workflow, one.cut_at)))
+            sql = (
+                "update workflows set keepers = (select body from entries where workflow = id and "
+                "kind in ('keepers', 'forced') order by seq desc limit 1) where id = ?"
+            )
+            found.append((sql, (workflow,)))
         if one.forget or self._promised.get(workflow) != one.promised:
             sql = (
                 "insert into copies values (?, ?, ?, ?, ?, ?) on conflict (workflow) do update set "
@@ -140,15 +145,22 @@ class Shelf:
             self._promised[workflow] = one.promised
             if one.forget:
                 del self._promised[workflow]
+        keepers = None
         for seq, epoch, at, kind, body in one.entries:
             # what the rules have taken stands, whatever an earlier home had written there
             sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
             found.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
                 said = unpack(body)
-                sql = "insert or replace into workflows values (?, ?, ?, 'running', ?, null, ?)"
-                about = (workflow, said["name"], said["owner"], at, said["tasks"])
+                sql = "insert or replace into workflows values (?, ?, ?, 'running', ?, null, ?, ?)"
+                about = (workflow, said["name"], said["owner"], at, said["tasks"], keepers)
                 found.append((sql, about))
+            elif kind in CONFIGS:
+                keepers = body
+                if seq:
+                    found.append(
+                        ("update workflows set keepers = ? where id = ?", (body, workflow))
+                    )
             elif kind == "ended":
                 self._ends[workflow] = unpack(body)["state"], at
         if one.over:
@@ -188,6 +200,14 @@ class Shelf:
         rows = self._database.read(sql)
         found = [self.replica(workflow) for (workflow,) in rows]
         return [replica for replica in found if replica is not None]
+
+    def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...]]]:
+        sql = (
+            "select id, keepers from workflows where id > ? and ended_at is not null "
+            "order by id limit ?"
+        )
+        rows = self._database.read(sql, (after, limit))
+        return [(id, keepers_in(body)) for id, body in rows]
 
     def replica(self, workflow: str) -> Replica | None:
         sql = "select 1 from copies where workflow = ? and here = 1"

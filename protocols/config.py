@@ -92,6 +92,10 @@ class Config:
     # A majority of keepers lost for longer than this is not waited for any more: a survivor goes on
     # from its own copy. Infinite: never.
     majority_lost_s: float = 120.0
+    # Ended journals: looked over so long after a peer was lost, and so often anyway
+    archive_after_s: float = 10.0
+    archive_s: float = 900.0
+    archive_at_once: int = 50
     tombstone_s: float = 7 * 86400.0  # a copy that was given up is remembered: see keeping
 
     # --- probe

@@ -64,6 +64,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             seconds=options.seconds,
             every_s=options.every_s,
             keepers=options.keepers,
+            replaced=options.replaced,
             majority_lost_s=options.majority_lost,
             faults=faults,
             mutant=mutant,
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=default.seconds, help="of faults")
     parser.add_argument("--every-s", type=float, default=default.every_s, help="a fault")
     parser.add_argument("--keepers", type=int, default=default.keepers)
+    parser.add_argument("--replaced", type=float, default=0.0, help="share of peers, each minute")
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}; or perish")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")

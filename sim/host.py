@@ -52,6 +52,7 @@ class Host:
         self.platter.boots += 1
         if hasattr(self, "peer"):
             self._network.closed.discard(self.id)
+            self._network.muted.discard(self.id)
         self.life.context.run(self._start, seeds)
 
     def _start(self, seeds: list[Contact]) -> None:
@@ -96,8 +97,9 @@ class Host:
         if settled:
             self.enactment.settle()
         while others:
-            if len(self.peer.members.here()) <= 1:
-                await self._greet(self.rng.choice(others))
+            seed = self.rng.choice(others)
+            if len(self.peer.members.here()) <= 1 or self.peer.members.get(seed.id) is None:
+                await self._greet(seed)
             if not settled and len(self.peer.members.here()) > 1:
                 settled = True
                 await asyncio.sleep(0.5)
@@ -119,6 +121,8 @@ class Host:
         assert self.life is not None
         if not whole:
             self._network.close(self.id)
+        elif self._network.rng.random() < 0.5:
+            self._network.muted.add(self.id)
         self.life.kill()
         self.life = None
         self.database.crash()

@@ -43,6 +43,7 @@ class Network:
         self.island: set[bytes] = set()  # cut off from all others, not from each other
         self.clogged: dict[tuple[bytes, bytes], float] = {}  # what goes this way takes so long
         self.closed: set[bytes] = set()  # the process has ended; its host still answers for it
+        self.muted: set[bytes] = set()  # what these had sent, and had not arrived, does not
         self._lines: dict[bytes, set[bytes]] = {}
         self._ends: dict[tuple[str, int], SimWire] = {}
 
@@ -95,6 +96,8 @@ class Network:
 
     def _way(self, sender: bytes, to: bytes) -> bool:
         if sender in self.cut or to in self.cut or (sender, to) in self.cut_links:
+            return False
+        if sender in self.muted:
             return False
         return (sender in self.island) == (to in self.island)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from peer.answers import Problem
 from protocols.config import LAN, Config
-from protocols.keeping.replica import shown
-from protocols.messages import Ask, Capacity, Contact, Outcome, Work
+from protocols.keeping.replica import majority, shown
+from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, Work
 
 from .host import Host
 from .ledger import FINAL, Ledger, Violation
@@ -30,9 +30,10 @@ from .network import Faults, Network
 
 SIM = logging.getLogger("valence.sim")
 FAULTS = (
-    "crash", "power", "ambush", "die", "stop", "island", "cut", "one-way", "clog", "lossy",
-    "slow-disk", "full-disk",
+    "crash", "power", "ambush", "turncoat", "die", "stop", "island", "cut", "one-way", "clog",
+    "lossy", "slow-disk", "full-disk",
 )  # fmt: skip
+SEEDS_MAX = 20
 PATIENCE_S = 240.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
 
@@ -47,6 +48,7 @@ class Plan:
     every_s: float = 3.0  # a fault, on average
     majority_lost_s: float = float("inf")
     keepers: int = 3
+    replaced: float = 0.0  # of all peers, every minute: one dies for good, a new one comes
     width: int = 6  # of workflows, at most
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
@@ -54,7 +56,7 @@ class Plan:
     def command(self) -> str:
         default = Plan(self.seed)
         words = [f"python -m sim --seed {self.seed}"]
-        for name in ("peers", "workflows", "seconds", "every_s", "keepers"):
+        for name in ("peers", "workflows", "seconds", "every_s", "keepers", "replaced"):
             value = getattr(self, name)
             if value != getattr(default, name):
                 words.append(f"--{name.replace('_', '-')} {value:g}")
@@ -91,8 +93,11 @@ class World:
             keepers=plan.keepers,
             majority_lost_s=plan.majority_lost_s,
             stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
+            archive_after_s=2.0,
+            archive_s=5.0,
         )
-        self._ambush = False
+        self._next_host = 0
+        self._ambush = self._turncoat = False
         self._perished = False
         # this world's own mood
         count = self.rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
@@ -115,7 +120,8 @@ class World:
     # ----------------------------------------------------------------- hosts
 
     def add_host(self) -> Host:
-        index = len(self.hosts)
+        index = self._next_host
+        self._next_host += 1
         slots = self.rng.choice((1, 2, 2, 4))
         skew_s = self.rng.uniform(-30, 30)
         capacity = Capacity(millicores=1000 * slots, memory_bytes=2**30)
@@ -126,7 +132,8 @@ class World:
         return host
 
     def start(self, host: Host) -> None:
-        host.start([other.peer.contact for other in self.hosts if hasattr(other, "peer")])
+        known = [other.peer.contact for other in self.hosts if hasattr(other, "peer")]
+        host.start(self.rng.sample(known, min(len(known), SEEDS_MAX)))
         self._look_on(host)
         for task in host.tasks:
             task.add_done_callback(self._over_with, context=NOBODY)
@@ -158,6 +165,18 @@ class World:
         let_go = executor.on_let_go
         executor.on_let_go = lambda ended: self._let_go(host, ended, let_go)
         rpc = host.peer.rpc
+        vote = rpc._handlers[Elect]
+
+        async def elect(sender: Contact, message: Elect) -> Elected:
+            answer: Elected = await vote(sender, message)  # type: ignore[misc]
+            asked = zip(message.candidacies, answer.votes, strict=True)
+            if self._turncoat and any(v.granted and not a.trial for a, v in asked):
+                self._turncoat = False
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.0005, self._turn, host, sender.id, context=NOBODY)
+            return answer
+
+        rpc.on(Elect, elect)
         rpc.on_error = lambda where, error: self._fail(f"an error serving {where}: {error!r}")
         begin = rpc._start
         served: set[tuple[bytes, int]] = set()
@@ -213,11 +232,11 @@ class World:
         await self._until(self._all_know_all, 30.0, "the peers never found each other")
         mood = f"every {self.every_s:g} s one of {', '.join(sorted(self.faults))}"
         self.say(f"{plan.peers} peers know each other; {mood}; syncs take {self.sync_s:g} s")
-        works = [self._user(), self._faults(), self._look()]
+        works = [self._user(), self._faults(), self._look(), self._replace()]
         tasks = [asyncio.ensure_future(work) for work in works]
         end = self._now() + plan.seconds
         await self._until(lambda: self._now() >= end, plan.seconds, None)
-        for task in tasks[:2]:
+        for task in (*tasks[:2], tasks[3]):
             task.cancel()
         if self._broken is None:
             await self._recover()
@@ -257,6 +276,11 @@ class World:
             if not self.ledger.over(workflow):
                 self._copies(workflow)
                 raise Violation(f"{workflow} never came to its end: {self._why(workflow)}")
+            shelves = [host.enactment.keeping.shelf for host in self.up()]
+            copies = sum(shelf.replica(workflow) is not None for shelf in shelves)
+            if copies < majority(min(self.plan.keepers, len(shelves))):
+                self._copies(workflow)
+                raise Violation(f"{workflow} is over, and of its copies {copies} are left")
         if self._followed:
             self._copies(min(self._followed))
             raise Violation(f"users still wait for an answer about {sorted(self._followed)}")
@@ -380,7 +404,7 @@ class World:
                 tasks = self.ledger.acknowledged[workflow] = len(document["tasks"])
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
                 if self.rng.random() < self.treachery and not self._recovering.is_set():
-                    self._spawn(self._do_die(host))
+                    await self._do_die(host)  # at once
                     self._spawn(self._do_crash(host))
                 self._followed.add(workflow)
                 await self._follow(workflow)
@@ -446,7 +470,7 @@ class World:
     # ----------------------------------------------------------------- faults
 
     async def _faults(self) -> None:
-        while True:
+        while self.faults:
             await asyncio.sleep(self.rng.expovariate(1 / self.every_s))
             name = self.rng.choice(self.faults)
             self._spawn(getattr(self, "_do_" + name.replace("-", "_"))())
@@ -513,17 +537,36 @@ class World:
             host.kill()
             self._spawn(self._rise(host))
 
-    async def _rise(self, host: Host) -> None:
+    async def _do_turncoat(self) -> None:
+        """Who votes next falls, and is soon back; whom it voted for is elected and cut off."""
+        self._turncoat = True
+
+    def _turn(self, voter: Host, candidate: bytes) -> None:
+        if not voter.up or len(self.up()) <= max(1, self.plan.peers // 2):
+            return
+        self.say(f"peer {voter.index} has voted, and falls")
+        voter.kill(whole=False)
+        self._spawn(self._rise(voter, 1.0))
+        self._spawn(self._isolate(candidate))
+
+    async def _isolate(self, peer: bytes) -> None:
+        await asyncio.sleep(0.006)  # the vote reaches it
+        self.network.cut.add(peer)
+        await self._for_a_while("cut", 15.0)
+        self.network.cut.discard(peer)
+
+    async def _rise(self, host: Host, most_s: float = 12.0) -> None:
         """Each at a time of its own."""
-        await self._for_a_while("crash", 12.0)
+        await self._for_a_while("crash", most_s)
         self.say(f"peer {host.index} starts again")
         self.start(host)
 
     async def _do_die(self, host: Host | None = None) -> None:
         """For good. Only when all is well: who loses two keepers at once has lost."""
         lost = sum(host.gone for host in self.hosts)
-        since = self._died_at if host is not None else self._calm_since
-        calm = not any(self._harm.values()) and self._now() - since >= 20.0
+        calm_s = 3.0 if host is not None else 20.0
+        calm = not any(self._harm.values()) and self._now() - self._calm_since >= calm_s
+        calm = calm and self._now() - self._died_at >= 20.0
         if not calm or lost >= self.plan.peers // 3 or len(self.up()) <= 4:
             return
         host = host if host is not None and host.up else self.rng.choice(self.up())
@@ -531,6 +574,20 @@ class World:
         self.say(f"peer {host.index} dies for good")
         host.kill(whole=self.rng.random() < 0.5)
         self._calm_since = self._died_at = self._now()
+
+    async def _replace(self) -> None:
+        """As machines of a cloud come and go: with nothing said, and for good."""
+        if not self.plan.replaced:
+            return
+        pause_s = 60.0 / (self.plan.replaced * self.plan.peers)
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / pause_s))
+            host = self.rng.choice(self.up())
+            host.kill(whole=self.rng.random() < 0.5)
+            host.gone = True
+            self.hosts.remove(host)
+            self.ledger.counts["replaced"] += 1
+            self.add_host()
 
     async def _do_perish(self) -> None:
         """A majority of one journal's keepers, for good: only for worlds that go on without."""

@@ -27,7 +27,7 @@ from ..members import Members, State
 from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..rpc import CallFailed, Refused, Rpc
 from .place import closest
-from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch
+from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch, odd
 from .shelf import Shelf, Write
 
 Then = Callable[[], None]
@@ -88,6 +88,7 @@ class Keeping:
         self.on_followed: Callable[[str], None] = lambda workflow: None
         self.on_keeper_back: Callable[[str], None] = lambda workflow: None
         self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
+        self.complete: Callable[[Replica, Lead], bool] = lambda replica, lead: True
         self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
         self._clock = clock
@@ -107,8 +108,7 @@ class Keeping:
         """This peer and the closest others: an odd number, as many as wanted and there."""
         me = self.rpc.me.id
         others = [m.contact.id for m in self.members.here() if m.state == State.ALIVE]
-        wanted = min(self.config.keepers, len(others))
-        wanted -= 1 - wanted % 2
+        wanted = odd(min(self.config.keepers, len(others)))
         others.remove(me)
         return (me, *closest(workflow, others, wanted - 1))
 
@@ -257,7 +257,7 @@ class Keeping:
                 future.set_result(None)
         if replica.over and not was_over:
             done = self.shelf.write([Write(replica.workflow, lead.epoch, over=True)], soon=True)
-            done.add_done_callback(lambda _: self._let_go(replica, lead))
+            done.add_done_callback(lambda _: self.let_go(replica, lead))
             self._tell_keepers(replica)  # that it is: nobody needs to ask again
         self.on_committed(replica.workflow)
         while lead.then and lead.then[0][0] <= reached:
@@ -268,12 +268,14 @@ class Keeping:
             self.on_news(replica.workflow)
         self._trim(replica, lead)
 
-    def _let_go(self, replica: Replica, lead: Lead) -> None:
+    def let_go(self, replica: Replica, lead: Lead) -> None:
         """It is over, and a majority knows: the disks have it, and memory needs it no more.
 
         A keeper that was away asks when it is back, and is told."""
         if not replica.over or self.leads.get(replica.workflow) is not lead:
             return
+        if not self.complete(replica, lead):
+            return  # a keeper is gone, and another one is to come first
         if lead.synced < replica.count:
             return  # what comes back from the disk must be what is known here
         others = [k for k in replica.keepers if k != self.rpc.me.id]
@@ -473,7 +475,7 @@ class Keeping:
             if lead.sent[keeper] < replica.count:
                 self.tell(keeper, sent.workflow)
             elif replica.over:
-                self._let_go(replica, lead)
+                self.let_go(replica, lead)
 
     # ----------------------------------------------------------------- as a keeper
 

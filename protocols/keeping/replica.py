@@ -53,10 +53,19 @@ def majority(count: int) -> int:
     return count // 2 + 1
 
 
+def odd(count: int) -> int:
+    """At most so many: an even one more outlives no more deaths."""
+    return count - 1 + count % 2
+
+
 def keepers_of(entry: Entry) -> tuple[bytes, ...]:
     """Of an entry about keepers; none, if it says anything else."""
+    return keepers_in(entry.body)
+
+
+def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
     try:
-        found = msgpack.unpackb(entry.body, use_list=False)["keepers"]
+        found = msgpack.unpackb(body or b"", use_list=False)["keepers"]
         return tuple(k for k in found[:KEEPERS_MAX] if type(k) is bytes and len(k) == ID_BYTES)
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return ()

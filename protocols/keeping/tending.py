@@ -12,7 +12,7 @@ import asyncio
 from ..members import State
 from .keeping import Keeping, Lead
 from .place import closest
-from .replica import Replica, majority
+from .replica import Replica, majority, odd
 
 PAUSE_S = 0.02
 BATCH_MAX = 200
@@ -24,10 +24,15 @@ class Tending:
         self._look: dict[str, None] = {}
         self._wake = asyncio.Event()
         keeping.on_news = self.look
+        keeping.complete = self.complete
 
     def look(self, workflow: str) -> None:
         self._look[workflow] = None
         self._wake.set()
+
+    def complete(self, replica: Replica, lead: Lead) -> bool:
+        """No other set is wanted, and this one counts."""
+        return replica.config_agreed and self.wanted(replica, lead.strangers) == replica.keepers
 
     async def run(self) -> None:
         while True:
@@ -50,6 +55,7 @@ class Tending:
             return
         keepers = self.wanted(replica, lead.strangers)
         if keepers == replica.keepers:
+            self._keeping.let_go(replica, lead)  # if it is over, and nothing more is to be done
             return
         self._keeping.changes(replica.workflow, keepers)
 
@@ -61,8 +67,7 @@ class Tending:
         now = replica.keepers
         there = [k for k in now if k in alive]
         free = [p for p in alive if p not in now]
-        aim = min(self._keeping.config.keepers, len(there) + len(free))
-        aim -= 1 - aim % 2
+        aim = odd(min(self._keeping.config.keepers, len(there) + len(free)))
         gone = [k for k in now if k not in alive and k != me]
         if len(there) < majority(len(now)):
             return now  # nobody could agree to it
