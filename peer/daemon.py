@@ -126,6 +126,7 @@ class Daemon:
         )
         self.members = Members(member, config)
         self.overlay = Overlay(self.rpc, rng, config)
+        self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
@@ -252,7 +253,7 @@ class Daemon:
         known: two halves of a cluster that began apart find each other so."""
         delay_s, again_s = 0.1, REGREET_S_MIN
         while True:
-            alone = len(self.members.here()) <= 1
+            alone = self.members.count <= 1
             known = {(m.contact.host, m.contact.port) for m in self.members.all()}
             seeds = await self._seeds()
             if alone:
@@ -277,7 +278,7 @@ class Daemon:
         """Or until it is time to look for others again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while len(self.members.here()) > 1:
+                while self.members.count > 1:
                     self._moved.clear()
                     await self._moved.wait()
 
@@ -286,7 +287,7 @@ class Daemon:
         expected = bool(self._settings.join or self.database.read("select 1 from peers limit 1"))
         somebody = asyncio.Event()
         self.members.listen(lambda old, new: somebody.set())
-        if expected and len(self.members.here()) <= 1:
+        if expected and self.members.count <= 1:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S_MAX):
                     await somebody.wait()
@@ -347,9 +348,10 @@ class Daemon:
         elif new.state == State.ALIVE:
             self.overlay.saw(new.contact)
             if not was_here:
-                task = asyncio.ensure_future(self.records.hand_over(new.contact))
-                self._side.add(task)
-                task.add_done_callback(self._side.discard)
+                task = self.records.hand_over(new.contact)
+                if task is not None:
+                    self._side.add(task)
+                    task.add_done_callback(self._side.discard)
 
     async def _housekeep(self) -> None:
         while True:
@@ -398,7 +400,7 @@ class Daemon:
     async def leave(self) -> None:
         """Stop accepting, finish or hand back, say goodbye."""
         active = len(self.enactment.home.active())
-        alone = len(self.members.here()) == 1
+        alone = self.members.count == 1
         where = "when this peer is back" if alone else "at their other keepers"
         log.info("leaving%s", f"; {active} workflows go on {where}" * bool(active))
         self.enactment.home.closed = True

@@ -20,7 +20,7 @@ from .journal import Journal
 
 HOMES_REMEMBERED = 10_000
 FAN_OUT = 64
-CLOSEST = 5
+CLOSEST = 16
 ANSWER_S = 2.0
 
 
@@ -65,7 +65,7 @@ class Locate:
         others = {m.contact.id: m for m in self._members.here() if m.contact.id != self._rpc.me.id}
         near = closest(id, others, CLOSEST)  # who should have it, before all others
         found = await self._ask_some(id, [others.pop(peer) for peer in near])
-        return found or await self._ask_some(id, list(others.values())) or found
+        return found if found is not None else await self._ask_some(id, list(others.values()))
 
     async def _ask_some(self, id: str, members: list[Member]) -> bytes | None:
         answers = await self.everyone(members, FindHome(workflow=id), FoundHome)

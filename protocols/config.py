@@ -56,9 +56,12 @@ class Config:
     self_doubt_max: int = 2  # failed pings in a row that a peer blames on itself, see liveness
     suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
     forget_dead_s: float = 24 * 3600.0
+    news_s: float = 120.0  # who died longer ago is not told about, unless it is believed alive
     gossip_per_message: int = 5
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
-    sync_s_min: float = 0.5  # between two full exchanges caused by differing digests
+    # Between two full exchanges caused by differing digests; beyond a hundred members so many
+    # times longer as they are hundreds.
+    sync_s_min: float = 0.5
     sync_s_max: float = 8.0
 
     # --- admission

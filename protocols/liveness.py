@@ -184,6 +184,9 @@ class Liveness:
             return
         if sign is Sign.SILENT and target.state <= State.SUSPECT:
             self._doubt = min(self._config.self_doubt_max, self._doubt + 1)
+        member = self._members.get(contact.id)
+        if sign is Sign.SILENT and member is not None and member.state >= State.SUSPECT:
+            return  # as everybody thinks: no need to ask around once more
         verdict = await self._ask_around(contact, sign)
         member = self._members.get(contact.id)
         if verdict is not None and member is not None and member.boot == target.boot:
@@ -225,7 +228,7 @@ class Liveness:
         rumours = self._members.rumours()
         if about is not None and about.state != State.ALIVE:
             rumours = (about, *rumours[:-1])  # so that it can object
-        ping = Ping(digest=self._members.digest, rumours=rumours)
+        ping = Ping.of(self._members.digest, rumours)
         try:
             limit_s = self._config.probe_timeout_s * self._patience()
             ack = await self._rpc.call(contact, ping, Ack, limit_s, probing=True)
@@ -276,7 +279,8 @@ class Liveness:
 
     def _disagree(self, contact: Contact) -> None:
         now = self._now()
-        if now - self._last_sync >= self._sync_s:
+        scale = max(1.0, self._members.count / 100)  # of many, some always have news
+        if now - self._last_sync >= scale * self._sync_s:
             self._last_sync = now
             # while there is no end of news, rumours alone carry most of it
             self._sync_s = min(self._config.sync_s_max, 1.5 * self._sync_s)
@@ -285,14 +289,16 @@ class Liveness:
     async def sync(self, contact: Contact) -> None:
         """Exchange what either side lacks. Failure is no matter: digests will differ again."""
         try:
-            answer = await self._rpc.call(contact, Sync(known=self._members.brief()), Synced)
+            answer = await self._rpc.call(
+                contact, Sync.of(self._members.brief(self._now())), Synced
+            )
         except CallFailed:
             return
         self._hear(answer.members)
         lacking = [self._members.get(peer) for peer in answer.wanted]
         members = tuple(m for m in lacking if m is not None)
         if members:
-            self._rpc.tell(contact, Rumours(members=members))
+            self._rpc.tell(contact, Rumours.of(members))
 
     async def leave(self) -> None:
         """Say goodbye: worth more than any detection. In a large cluster some pass it on."""
@@ -310,7 +316,7 @@ class Liveness:
         differs = message.digest and message.digest != self._members.digest
         if differs and self._members.get(sender.id) is None:
             self._disagree(sender)
-        return Ack(digest=self._members.digest, rumours=self._members.rumours())
+        return Ack.of(self._members.digest, self._members.rumours())
 
     async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:
         sign = await self._look(message.target)
@@ -318,7 +324,7 @@ class Liveness:
 
     def _sync(self, sender: Contact, message: Sync) -> Synced:
         lacks, wanted = self._members.compare(message.known)
-        return Synced(members=lacks, wanted=wanted)
+        return Synced.of(lacks, wanted)
 
     def _rumours(self, sender: Contact, message: Rumours) -> None:
         self._hear(message.members)

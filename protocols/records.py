@@ -145,8 +145,8 @@ class Records:
             self.store.expire(self._now())
             await self._send(list(self._mine))
 
-    async def hand_over(self, newcomer: Contact) -> None:
-        """A peer joined: give it what it is now among the closest for."""
+    def hand_over(self, newcomer: Contact) -> asyncio.Task[None] | None:
+        """A peer joined: give it what it is now among the closest for, if there is anything."""
         count = self._config.lookup_wanted
         now = self._now()
         records = []
@@ -154,7 +154,7 @@ class Records:
             closest = self._overlay.table.closest(key, count)
             if any(c.id == newcomer.id for c in closest):
                 records.extend(self.store.get(key, now))
-        await self._store_at(newcomer, records)
+        return asyncio.ensure_future(self._store_at(newcomer, records)) if records else None
 
     async def hand_on(self) -> None:
         """This peer leaves: give all it keeps to those who are closest without it."""

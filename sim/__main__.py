@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from protocols.config import LAN
+
 from .loop import run_out
 from .mutants import MUTANTS, applied
-from .world import FAULTS, Plan, Report, simulate
+from .world import CROWD, CROWD_PEERS, FAULTS, Plan, Report, simulate
 
 #: a run that takes so long in real time goes round in circles
 REAL_S_MAX = 120
@@ -67,6 +69,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             replaced=options.replaced,
             majority_lost_s=options.majority_lost,
             faults=faults,
+            config=CROWD if options.peers >= CROWD_PEERS else LAN,
             mutant=mutant,
         )
         for seed in range(options.seed, options.seed + options.seeds)

@@ -93,18 +93,19 @@ class Host:
     async def _join(self, seeds: list[Contact]) -> None:
         """As the daemon does: greet until somebody answers, go on with what was here, then see."""
         others = [seed for seed in seeds if seed.id != self.id]
-        settled = not others
+        settled, again_s = not others, 2.0
         if settled:
             self.enactment.settle()
         while others:
             seed = self.rng.choice(others)
-            if len(self.peer.members.here()) <= 1 or self.peer.members.get(seed.id) is None:
+            if self.peer.members.count <= 1 or self.peer.members.get(seed.id) is None:
                 await self._greet(seed)
-            if not settled and len(self.peer.members.here()) > 1:
+            if not settled and self.peer.members.count > 1:
                 settled = True
                 await asyncio.sleep(0.5)
                 self.enactment.settle()
-            await asyncio.sleep(0.3 if not settled else 2.0)
+            await asyncio.sleep(0.3 if not settled else again_s)
+            again_s = min(30.0, 1.2 * again_s) if settled else 2.0
 
     async def _greet(self, seed: Contact) -> None:
         try:
@@ -126,6 +127,14 @@ class Host:
         self.life.kill()
         self.life = None
         self.database.crash()
+
+    def bury(self) -> None:
+        """It will not be back, and nobody looks at it any more: it needs no memory."""
+        peer = self.peer
+        self._network.forget(peer.contact)
+        self.platter.tables.close()
+        for part in (peer.members, peer.overlay.table, peer.records.store):
+            vars(part).clear()
 
     async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:
         """As a part of this peer would; None if it does not come to an end in time."""

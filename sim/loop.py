@@ -25,12 +25,23 @@ class Life:
         self.stopped = False
         self.steps = 0
         self._held: list[tuple[contextvars.Context, _Step]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._prune_at = 64
         self.context = NOBODY.copy()
         self.context.run(_LIFE.set, self)
 
     def kill(self) -> None:
         self.dead = True
         self._held.clear()
+        # Nobody will wake these any more; were they cleaned away, their `finally` would run
+        _FALLEN.extend(task for task in self._tasks if not task.done())
+        self._tasks.clear()
+
+    def began(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.append(task)
+        if len(self._tasks) >= self._prune_at:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._prune_at = 2 * len(self._tasks) + 64
 
     def stop(self) -> None:
         self.stopped = True
@@ -72,6 +83,7 @@ class _Step:
             self()
 
 
+_FALLEN: list[asyncio.Task[Any]] = []
 _LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
 #: the context of what belongs to no peer: the network, the disks, the one who looks on
 NOBODY = contextvars.copy_context()
@@ -127,6 +139,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         step = _Step(life, callback, args)
         step.handle = timer = super().call_at(when, step, context=context)
         return timer
+
+    def create_task(self, coro: Any, **more: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **more)
+        context = more.get("context")
+        life = _LIFE.get() if context is None else context.get(_LIFE)
+        if life is not None:
+            life.began(task)
+        return task
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """There are no threads here."""

@@ -70,6 +70,10 @@ class Network:
             address = (to.host, to.port)
             loop.call_later(delay_s, self._arrive, sender, address, payload, context=NOBODY)
 
+    def forget(self, contact: Contact) -> None:
+        del self._ends[contact.host, contact.port]
+        self._lines.pop(contact.id, None)
+
     async def knock(self, sender: Contact, to: Contact) -> bool:
         faults, way = self.faults, (sender.id, to.id)
         await asyncio.sleep(2 * faults.latency_s + self.clogged.get(way, 0.0))
@@ -86,6 +90,8 @@ class Network:
         others = sorted(self._lines.pop(peer, ()))
         ends = {end.contact.id: end for end in self._ends.values()}
         for other in others:
+            if other not in ends:
+                continue  # it is long gone
             self._lines[other].discard(peer)
             loop = asyncio.get_running_loop()
             loop.call_later(self.faults.latency_s, self._broke, peer, ends[other], context=NOBODY)
@@ -169,6 +175,7 @@ class SimPeer:
         )
         self.members = Members(member, config)
         self.overlay = Overlay(self.rpc, rng, config)
+        self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.errors: list[BaseException] = []
@@ -178,6 +185,7 @@ class SimPeer:
         wire.on_broken = self._stream_broke
         self.rpc.on(Hello, self._hello)
         self.members.listen(self._changed)
+        self._handing: set[asyncio.Task[None]] = set()
         self._tasks = [
             asyncio.ensure_future(work)
             for work in (self.liveness.run(), self.overlay.refresh(), self.records.run())
@@ -198,7 +206,10 @@ class SimPeer:
         elif new.state == 0:
             self.overlay.saw(new.contact)
             if old is None or old.state >= 2:
-                self._tasks.append(asyncio.ensure_future(self.records.hand_over(new.contact)))
+                task = self.records.hand_over(new.contact)
+                if task is not None:
+                    self._handing.add(task)
+                    task.add_done_callback(self._handing.discard)
 
     async def join(self, other: SimPeer) -> None:
         while True:
@@ -217,9 +228,10 @@ class SimPeer:
         await self.close()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._handing]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.liveness.close()
         await self.rpc.close()
 

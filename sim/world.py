@@ -10,6 +10,7 @@ everything must come to its end.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -36,6 +37,22 @@ FAULTS = (
 SEEDS_MAX = 20
 PATIENCE_S = 240.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
+
+
+#: thousands of peers in one process: each pings less often, and says more at a time
+CROWD = replace(
+    LAN,
+    probe_s=15.0,
+    probe_quiet_s=15.0,
+    probe_timeout_s=1.0,
+    gossip_per_message=32,
+    retry_first_s=0.7,
+    retry_min_s=0.7,
+    sync_s_min=3.0,
+    sync_s_max=16.0,
+    refresh_s=900.0,
+)
+CROWD_PEERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,7 @@ class World:
             majority_lost_s=plan.majority_lost_s,
             stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
             archive_after_s=2.0,
-            archive_s=5.0,
+            archive_s=5.0 if plan.peers < CROWD_PEERS else 60.0,
         )
         self._next_host = 0
         self._ambush = self._turncoat = False
@@ -105,6 +122,8 @@ class World:
         self.every_s = plan.every_s * self.rng.choice((0.3, 1.0, 1.0, 2.0))
         self.sync_s = self.rng.choice((0.001, 0.001, 0.02, 0.2))
         self.treachery = self.rng.choice((0.0, 0.3))  # who has just acknowledged dies
+        if plan.replaced:
+            self.treachery = 0.0  # so many die already
         self._broken: Violation | None = None
         self._harm: dict[str, int] = {}
         self._calm_since = self._died_at = 0.0
@@ -229,7 +248,7 @@ class World:
         asyncio.get_running_loop().set_exception_handler(self._unheard)
         for _ in range(plan.peers):
             self.add_host()
-        await self._until(self._all_know_all, 30.0, "the peers never found each other")
+        await self._until(self._all_know_all, 120.0, "the peers never found each other")
         mood = f"every {self.every_s:g} s one of {', '.join(sorted(self.faults))}"
         self.say(f"{plan.peers} peers know each other; {mood}; syncs take {self.sync_s:g} s")
         works = [self._user(), self._faults(), self._look(), self._replace()]
@@ -238,6 +257,9 @@ class World:
         await self._until(lambda: self._now() >= end, plan.seconds, None)
         for task in (*tasks[:2], tasks[3]):
             task.cancel()
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise RuntimeError("the world itself is broken") from task.exception()
         if self._broken is None:
             await self._recover()
             await self._until(self._all_over, PATIENCE_S, None)
@@ -266,7 +288,9 @@ class World:
             await asyncio.sleep(0.25)
 
     def _all_know_all(self) -> bool:
-        return all(len(host.peer.members.here()) == len(self.up()) for host in self.up())
+        count = len(self.hosts)
+        enough = count if count < CROWD_PEERS else 0.9 * count
+        return all(host.peer.members.count >= enough for host in self.up())
 
     def _all_over(self) -> bool:
         return not self._users and all(map(self.ledger.over, self.ledger.acknowledged))
@@ -318,7 +342,7 @@ class World:
             copy = keeping.replicas.get(workflow) or keeping.shelf.replica(workflow)
             if copy is None:
                 continue
-            keepers = [number[k] for k in copy.keepers]
+            keepers = [number.get(k, k.hex()[:6]) for k in copy.keepers]
             state = "up" if host.up else "gone" if host.gone else "down"
             lead = keeping.leads.get(workflow)
             self.say(
@@ -328,14 +352,14 @@ class World:
                 f"epochs {[(seq, shown(epoch)) for seq, epoch in copy.starts]}"
             )
             if lead is not None:
-                have = {number[k]: v for k, v in lead.have.items()}
-                sent = {number[k]: v for k, v in lead.sent.items()}
+                have = {number.get(k): v for k, v in lead.have.items()}
+                sent = {number.get(k): v for k, v in lead.sent.items()}
                 self.say(f"  as its home in {shown(lead.epoch)}: have {have}, sent {sent}")
 
     async def _look(self) -> None:
         """Between the steps: nothing grows without bounds, and what waits says for what."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0 if self.plan.peers < CROWD_PEERS else 10.0)
             for host in self.up():
                 self._guard(host.enactment.admission.sanity_check)
                 self._guard(lambda host=host: self._check_reasons(host))  # type: ignore[misc]
@@ -579,6 +603,9 @@ class World:
         """As machines of a cloud come and go: with nothing said, and for good."""
         if not self.plan.replaced:
             return
+        gc.enable()  # thousands leave much behind; what must stay of them is kept (loop._FALLEN)
+        gc.freeze()
+        gc.set_threshold(200_000, 20, 50)
         pause_s = 60.0 / (self.plan.replaced * self.plan.peers)
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / pause_s))
@@ -586,6 +613,7 @@ class World:
             host.kill(whole=self.rng.random() < 0.5)
             host.gone = True
             self.hosts.remove(host)
+            host.bury()
             self.ledger.counts["replaced"] += 1
             self.add_host()
 

@@ -33,7 +33,7 @@ class Archive:
         keeping.members.listen(self._member_changed)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        few = len(self._keeping.members.here()) <= self._keeping.config.keepers
+        few = self._keeping.members.count <= self._keeping.config.keepers
         if new.state >= State.DEAD or few:
             self._lost.set()
 
@@ -65,7 +65,7 @@ class Archive:
         """It has too few keepers, and of those that are here this peer is the first."""
         members = self._keeping.members
         here = [k for k in keepers if members.is_here(k)]
-        aim = odd(min(self._keeping.config.keepers, len(members.here())))
+        aim = odd(min(self._keeping.config.keepers, members.count))
         short = len(here) < len(keepers) or len(keepers) < aim
         return short and here[:1] == [self._keeping.rpc.me.id]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from ..config import Config
 from ..messages import Ack, Contact, FindPeers, FoundPeers, Ping
@@ -19,6 +20,8 @@ from .table import Table, distance
 class Overlay:
     def __init__(self, rpc: Rpc, rng: random.Random, config: Config) -> None:
         self.table = Table(rpc.me.id, config.bucket_size)
+        # What the failure detector says: who is there by its word is not pinged by this one's, too
+        self.is_alive: Callable[[bytes], bool] = lambda peer: False
         self._rpc = rpc
         self._rng = rng
         self._config = config
@@ -28,6 +31,8 @@ class Overlay:
 
     def saw(self, contact: Contact) -> None:
         doubtful = self.table.saw(contact)
+        if doubtful is not None and self.is_alive(doubtful.id):
+            return
         if doubtful is not None and doubtful.id not in self._checking and len(self._checks) < 16:
             self._checking.add(doubtful.id)
             task = asyncio.ensure_future(self._check(doubtful, contact))

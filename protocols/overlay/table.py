@@ -8,12 +8,13 @@ it met), every word from a peer moves it to the end of its bucket and takes over
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from kademlia.node import Node
 from kademlia.routing import KBucket, RoutingTable
 
-from ..messages import Contact
+from ..messages import ID_BYTES, Contact
 
 #: unanswered calls in a row before a contact is dropped
 STRIKES_MAX = 3
@@ -29,6 +30,7 @@ class Table:
         self._table = RoutingTable(None, bucket_size, Node(me))
         self._contacts: dict[bytes, Contact] = {}
         self._strikes: dict[bytes, int] = {}
+        self._starts = [0]  # where the buckets begin, in their order
 
     def __len__(self) -> int:
         return len(self._contacts)
@@ -47,7 +49,7 @@ class Table:
         node = Node(contact.id, contact.host, contact.port)
         bucket = self._bucket(node)
         while not bucket.add_node(node):
-            splits = bucket.has_in_range(self._table.node) or bucket.depth() % 5 != 0
+            splits = bucket.has_in_range(self._table.node) or _depth(bucket) % 5 != 0
             if not splits:
                 oldest: Contact = self._contacts[bucket.head().id]
                 return oldest
@@ -83,12 +85,12 @@ class Table:
 
     def _bucket(self, node: Node) -> KBucket:
         # the package's own search misplaces an id that equals a bucket's upper end
-        for bucket in self._table.buckets:
-            if bucket.has_in_range(node):
-                return bucket
-        raise AssertionError("the buckets cover all ids")
+        index = bisect_right(self._starts, node.long_id) - 1
+        bucket: KBucket = self._table.buckets[index]
+        return bucket
 
     def _index(self) -> None:
+        self._starts = [bucket.range[0] for bucket in self._table.buckets]
         # a split moves replacements into free places
         self._contacts = {
             node.id: self._contacts.get(node.id)
@@ -96,3 +98,9 @@ class Table:
             for bucket in self._table.buckets
             for node in bucket.get_nodes()
         }
+
+
+def _depth(bucket: KBucket) -> int:
+    """How many bits all its ids have in common at their beginning; the package compares strings."""
+    ids: list[int] = [node.long_id for node in bucket.nodes.values()]
+    return ID_BYTES * 8 - (min(ids) ^ max(ids)).bit_length()
