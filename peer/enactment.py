@@ -88,7 +88,7 @@ class Enactment:
         self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
         self.executor.take_own = self.home.take_own
         self.executor.find_home = locate.home
-        self.home.on_given = liveness.stir
+        self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_doubt = liveness.suspect
         self.keeping.on_company = self._stir
@@ -108,7 +108,7 @@ class Enactment:
         """What runs for as long as the peer does."""
         return [
             ("probe", self.probe.run()),
-            ("home", self.home.watch()),
+            ("given", self.home.given.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),
@@ -120,7 +120,7 @@ class Enactment:
 
     def _watched(self) -> set[bytes]:
         """Peers whose death would be this one's business: at work for it, keeping with it."""
-        return {*self.home.peers_at_work(), *self.keeping.company()}
+        return {*self.home.given.peers(), *self.keeping.company()}
 
     async def close(self) -> None:
         await self.executor.close()

@@ -7,9 +7,7 @@ Rules:
   this very peer runs falls with it and leaves nothing behind: its work does not wait for the disk.)
   The first result of a task that is committed wins, whichever attempt it came from; all others are
   ignored.
-- An attempt that was given away ends by its report, by its peer's death, or by the peer saying that
-  it knows nothing of it (`Inquire`, asked whenever there is doubt): two sides never disagree for
-  long about whether a task runs.
+- What was given away is asked about until its end is known (`given`).
 - What can't be made out (a lost peer) does not count as the task's failure, up to a limit.
 """
 
@@ -19,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
@@ -33,7 +30,6 @@ from protocols.members import Members, State
 from protocols.messages import (
     CHECKED_WORK,
     Abort,
-    Argument,
     AttemptKey,
     Capacity,
     Commit,
@@ -41,15 +37,12 @@ from protocols.messages import (
     Contact,
     Done,
     File,
-    Inquire,
-    Inquired,
     Member,
     Outcome,
     Report,
     Reported,
     ReturnLeases,
     Vacancy,
-    Value,
     Work,
 )
 from protocols.records import Records, key_of
@@ -59,11 +52,13 @@ from workflow.model import Workflow
 
 from .blobs import BlobError, Blobs
 from .database import DatabaseError
+from .given import Given
 from .journal import Journal
+from .reasons import waiting_for
 from .run import FINAL, Run, TaskState
 from .stage import Stage
 from .transfer import Transfer
-from .work import deadline_at, pack_arguments, read_document, size_bytes, wire_needs
+from .work import deadline_at, make_work, read_document, size_bytes, wire_needs
 
 log = logging.getLogger("valence.home")
 
@@ -75,9 +70,7 @@ ACTIVE_MAX = 1000
 LOSSES_MAX = 30
 PUBLISH_S = 0.3
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
-CHECK_S = 5.0
 RUNTIME_S_MAX = 1e8
-CHECK_TICK_S = 1.0
 YOUNG_S = 60.0
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
@@ -101,9 +94,7 @@ class Home:
         self.counts: Counter[str] = Counter()
         self.journal = journal
         self.closed = False  # this peer is leaving
-        self.on_given: Callable[[], None] = lambda: None  # work went to a peer that had none
-        self._given = asyncio.Event()
-        self._doubted = asyncio.Event()  # somebody is to be asked now
+        self.given = Given(rpc, members, journal.keeping.epoch, self._lost)
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -115,12 +106,7 @@ class Home:
         self._active: dict[str, Run] = {}
         self._ended: OrderedDict[str, Run] = OrderedDict()
         self._ended_tasks = 0
-        self._at: dict[bytes, dict[AttemptKey, None]] = defaultdict(dict)  # peer → given to it
-        self._check_at: dict[bytes, float] = {}
         self._stages: dict[str, tuple[Stage, asyncio.Task[None]]] = {}
-        self._committing: set[AttemptKey] = set()  # given away, and the peer has not answered yet
-        # After a start nobody else is known yet: until they are, an unknown peer is not a lost one
-        self._settled = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
@@ -200,7 +186,7 @@ class Home:
         """It could not be written, and never was."""
         run.ended_at = run.submitted_at
         self._forget(run)
-        mine = [key for key in self._at[self._rpc.me.id] if key.workflow == run.id]
+        mine = [key for key in self.given.to(self._rpc.me.id) if key.workflow == run.id]
         if mine:
             self._abort_at(run, self._rpc.me.id, mine)
         self.journal.keeping.abandon(run.id)
@@ -223,9 +209,7 @@ class Home:
             return
         self.counts["homes_lost"] += 1
         self._forget(run)
-        for keys in self._at.values():
-            for key in [key for key in keys if key.workflow == id]:
-                del keys[key]
+        self.given.forget(id)
         ended = self._waiters.pop(id, None)
         if ended is not None:
             ended.set()
@@ -247,10 +231,9 @@ class Home:
                 run._set(task, "waiting")
             for attempt in task.attempts:
                 if attempt.state == "running" and task.state == "running":
-                    self._gave(run, task.id, attempt.number, attempt.peer)
-                    self._check_at[attempt.peer] = 0.0
-        self._doubted.set()
-        for peer in [p for p in self._at if not self._members.is_alive(p)]:
+                    self.given.add(attempt.peer, _key(run, task.id, attempt.number))
+                    self.given.doubt(attempt.peer)
+        for peer in [p for p in self.given.peers() if not self._members.is_alive(p)]:
             self._run_elsewhere(peer)
         self._stage_again(run, list(run.staged))
         self._begin(run)
@@ -272,7 +255,7 @@ class Home:
 
     def settle(self) -> None:
         """The others are known, or nobody answered for a while."""
-        self._settled = True
+        self.given.settled = True
         for run in self.active():
             self._begin(run)
 
@@ -343,10 +326,6 @@ class Home:
             _, oldest = self._ended.popitem(last=False)
             self._ended_tasks -= len(oldest.tasks)
 
-    def peers_at_work(self) -> list[bytes]:
-        """Those that have something of ours."""
-        return [peer for peer, keys in self._at.items() if keys]
-
     def keepers(self, run: Run) -> tuple[bytes, ...]:
         replica = self.journal.keeping.replicas.get(run.id)
         return replica.keepers if replica is not None else run.keepers
@@ -405,7 +384,7 @@ class Home:
     # ----------------------------------------------------------------- placing
 
     def _place_ready(self, run: Run, among: Iterable[TaskState] | None = None) -> None:
-        if run.over or run.cancelling or not self._settled:
+        if run.over or run.cancelling or not self.given.settled:
             return
         units = []
         deadline = self._deadline(run)
@@ -490,13 +469,13 @@ class Home:
                 here = all(peer == self._rpc.me.id for _, _, peer, _ in attempts)
                 self._write(run, "started", body, soon=here)
             for one in rows:
-                self._gave(run, one.unit.key.task, one.unit.key.number, one.peer.id)
+                self.given.add(one.peer.id, one.unit.key)
             me = self._rpc.me.id
             away = [one for one in rows if one.peer.id != me]
             if len(away) < len(rows):
                 self._start_here(run, [one for one in rows if one.peer.id == me])
             if away:
-                self._committing.update(one.unit.key for one in away)
+                self.given.on_the_way.update(one.unit.key for one in away)
                 self._spawn(self._dispatch(run, away))
 
     def _start_here(self, run: Run, rows: list[Placed]) -> None:
@@ -512,16 +491,6 @@ class Home:
             why = "the peer refused it: "
             self._lost([(key, why + text) for key, text in refused], begun=False)
 
-    def _gave(self, run: Run, task: str, number: int, peer: bytes) -> None:
-        first = not self._at[peer]
-        self._at[peer][_key(run, task, number)] = None
-        if first:
-            now = asyncio.get_running_loop().time()
-            self._check_at[peer] = min(self._check_at.get(peer, math.inf), now + CHECK_S)
-            self._given.set()
-            if peer != self._rpc.me.id:
-                self.on_given()
-
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
         try:
             await self.journal.kept(run.id)
@@ -530,7 +499,7 @@ class Home:
             for one in rows:
                 self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
         finally:
-            self._committing.difference_update(one.unit.key for one in rows)
+            self.given.on_the_way.difference_update(one.unit.key for one in rows)
 
     async def _send(self, run: Run, rows: list[Placed]) -> None:
         works: dict[bytes, tuple[Contact, list[Work]]] = {}
@@ -590,7 +559,7 @@ class Home:
                     why = f"the peer refused it: {error}"
                     self._lost([(work.key, why) for work in batch], begun=False)
             except CallFailed:
-                self._check_at[peer.id] = 0.0  # it may have got it or not: ask
+                self.given.doubt(peer.id)  # it may have got it or not
             else:
                 refused = [(k, f"the peer refused it: {why}") for k, why in answer.refused]
                 if refused:
@@ -600,30 +569,7 @@ class Home:
                     self._abort_at(run, peer.id, late)
 
     def _work(self, run: Run, one: Placed) -> Work:
-        spec = run.workflow.tasks[one.unit.key.task]
-        work = Work(
-            key=one.unit.key,
-            lease=one.lease,
-            needs=one.unit.needs,
-            command=spec.command,
-            call=spec.call,
-            arguments=b"" if spec.call is None else pack_arguments(spec),
-            references=tuple(
-                Argument(
-                    name=name,
-                    many=ref.many,
-                    values=tuple(self._held_value(_value(run, task)) for task in ref.tasks),
-                )
-                for name, ref in spec.references.items()
-            ),
-            env=tuple(spec.env.items()),
-            inputs=tuple(self.held_too(_file(run, name)) for name in spec.inputs),
-            outputs=spec.outputs,
-            timeout_s=spec.timeout_s,
-            runtime_s=self.estimate(one.unit),
-            network=spec.network,
-            epoch=run.epoch,
-        )
+        work = make_work(run, one, self.estimate(one.unit), self.held_too)
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
 
@@ -634,11 +580,6 @@ class Home:
             return file._replace(holders=(*file.holders, me))
         return file
 
-    def _held_value(self, value: Value) -> Value:
-        if value.file is None:
-            return value
-        return value._replace(file=self.held_too(value.file))
-
     # ----------------------------------------------------------------- outcomes
 
     async def _report(self, sender: Contact, message: Report) -> Reported:
@@ -647,7 +588,7 @@ class Home:
         moved: dict[str, bytes] = {}
         for ended in message.outcomes:
             id = ended.key.workflow
-            self._at[sender.id].pop(ended.key, None)
+            self.given.drop(sender.id, [ended.key])
             if self.knows(id):  # elected, but not in office yet, is not enough
                 by_run[id].append(ended)
             elif (home := self.journal.keeping.follows(id)) is not None:
@@ -687,7 +628,7 @@ class Home:
         False: its home is elsewhere by now."""
         me = self._rpc.me.id
         id = ended.key.workflow
-        self._at[me].pop(ended.key, None)
+        self.given.drop(me, [ended.key])
         run = self._active.get(id)
         if run is not None and ended.key.task in run.tasks:
             self._take(run, me, [ended])
@@ -796,8 +737,7 @@ class Home:
                 self._abort_at(run, attempt.peer, [_key(run, task.id, attempt.number)])
 
     def _abort_at(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
-        for key in keys:
-            self._at[peer].pop(key, None)
+        self.given.drop(peer, keys)
         contact = self._members.contact(peer)
         if contact is not None:
             self._spawn(self._abort(contact, keys, (run.id, run.epoch)))
@@ -925,11 +865,9 @@ class Home:
         peer = new.contact.id
         if new.state >= State.DEAD:
             what = "died" if new.state == State.DEAD else "left"
-            self._lost([(key, f"its peer {peer.hex()[:8]} {what}") for key in self._at[peer]])
-            self._at.pop(peer, None)
+            self._lost([(key, f"its peer {peer.hex()[:8]} {what}") for key in self.given.to(peer)])
         elif old is not None and old.boot != new.boot:
-            self._check_at[peer] = 0.0  # it was started anew: ask what it still has
-            self._doubted.set()
+            self.given.doubt(peer)  # it was started anew: ask what it still has
         elif new.state == State.SUSPECT:
             self._run_elsewhere(peer)
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
@@ -941,10 +879,14 @@ class Home:
         the first one come back with a result, that counts as well as any."""
         young = []
         now = self._clock()
-        for key in self._at.get(peer, ()):
+        for key in self.given.to(peer):
             run = self._active.get(key.workflow)
             attempt = run.tasks[key.task].attempt(key.number) if run else None
-            if attempt is not None and now - attempt.at < YOUNG_S and key not in self._committing:
+            if (
+                attempt is not None
+                and now - attempt.at < YOUNG_S
+                and key not in self.given.on_the_way
+            ):
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
         self._lost(young, begun=False)
 
@@ -961,9 +903,7 @@ class Home:
                 continue
             verdict = "failed" if begun and task.losses >= LOSSES_MAX else "retrying"
             by_run[key.workflow].append((key.task, key.number, reason, verdict, begun))
-        for key, _ in rows:
-            for given in self._at.values():
-                given.pop(key, None)
+        self.given.drop_anywhere(key for key, _ in rows)
         for id, lost in by_run.items():
             run = self._active[id]
             self._write(run, "lost", {"attempts": lost})
@@ -975,79 +915,8 @@ class Home:
                     self._place_later(run, run.tasks[name])
             self._conclude(run)
 
-    async def watch(self) -> None:
-        """Ask peers about what they were given, now and then, and at once where there is doubt."""
-        interval: dict[bytes, float] = {}
-        while True:
-            if not self._at:
-                self._given.clear()
-                await self._given.wait()
-            self._doubted.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_TICK_S):
-                    await self._doubted.wait()
-            if not self._settled:
-                continue
-            now = asyncio.get_running_loop().time()
-            for peer in [p for p, keys in self._at.items() if not keys]:
-                self._at.pop(peer)
-                self._check_at.pop(peer, None)
-                interval.pop(peer, None)
-            due = [p for p in self._at if self._check_at.get(p, 0.0) <= now]
-            for peer in due:
-                interval[peer] = min(30.0, 1.5 * interval.get(peer, CHECK_S))
-                self._check_at[peer] = now + interval[peer]
-            await asyncio.gather(*(self._check(peer) for peer in due))
-
-    async def _check(self, peer: bytes) -> None:
-        keys = [k for k in self._at.get(peer, ()) if k not in self._committing][:2000]
-        if not keys:
-            return
-        contact = self._members.contact(peer)
-        if not self._members.is_here(peer) or contact is None:
-            self._lost([(key, f"its peer {peer.hex()[:8]} is gone") for key in keys])
-            return
-        homes = {key.workflow: self.journal.keeping.epoch(key.workflow) for key in keys}
-        message = Inquire(keys=tuple(keys), epochs=tuple(homes.items()))
-        try:
-            answer = await self._rpc.call(contact, message, Inquired)
-        except CallFailed:
-            self._check_at[peer] = 0.0
-            return
-        states = zip(keys, answer.states, strict=False)
-        mine = self._at.get(peer, {})
-        gone = [key for key, state in states if state == "unknown" and key in mine]
-        if gone:
-            self._lost([(key, f"its peer {peer.hex()[:8]} knows nothing of it") for key in gone])
-
     def waiting_for(self, run: Run, task: TaskState) -> str:
-        """In words: what an unfinished task waits for."""
-        spec = run.workflow.tasks[task.id]
-        if self.journal.trouble:
-            return f"the home's journal can't be written: {self.journal.trouble}"
-        unkept = self.journal.keeping.unkept(run.id)
-        if unkept:
-            return unkept
-        if task.state == "running":
-            attempt = task.attempt(task.number)
-            return f"it runs on peer {attempt.peer.hex()[:8]}" if attempt else "it runs"
-        if task.state == "retrying":
-            return f"it is tried again soon, after: {task.reason}"
-        if task.state == "pending":
-            key = _key(run, task.id, task.number + 1)
-            return self.strategy(run).waiting_for(key) or "a peer has been found for it"
-        reasons = [f"input {n}: {run.unstaged[n]}" for n in spec.inputs if n in run.unstaged]
-        makers = {run.workflow.producers.get(n): n for n in spec.inputs}
-        for parent in run.workflow.parents[task.id]:
-            above = run.tasks[parent]
-            if above.state != "succeeded":
-                made = makers.get(parent)
-                what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
-                reasons.append(f"{what} ({above.state})")
-        if not reasons:
-            return "what it takes is there, and is being agreed on by the journal's keepers"
-        shown = "; ".join(reasons[:5])
-        return f"{shown}; and {len(reasons) - 5} more" if len(reasons) > 5 else shown
+        return waiting_for(run, task, self.journal, self.strategy(run))
 
     # ----------------------------------------------------------------- small things
 
@@ -1076,17 +945,3 @@ _identity = id
 
 def _key(run: Run, task: str, number: int) -> AttemptKey:
     return AttemptKey(run.id, task, number)
-
-
-def _file(run: Run, name: str) -> File:
-    file = run.file(name)
-    if file is None:
-        raise LookupError(f"input {name} is gone")
-    return file
-
-
-def _value(run: Run, task: str) -> Value:
-    value = run.value(task)
-    if value is None:
-        raise LookupError(f"the value of {task} is gone")
-    return value

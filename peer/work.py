@@ -3,13 +3,15 @@ messages, its deadline as a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 
 import msgpack
 
 from protocols import messages
-from protocols.messages import CHECKED_NEEDS, Capacity, Work
+from protocols.messages import CHECKED_NEEDS, Argument, Capacity, File, Value, Work
+from protocols.strategy import Placed
 from workflow import document, quantities, tree, wfformat
 from workflow.model import Needs, Task, Workflow
 
@@ -53,6 +55,52 @@ def wire_needs(needs: Needs) -> messages.Needs:
         software=needs.software,
     )
     return CHECKED_NEEDS.validate_python(found)
+
+
+def make_work(
+    run: Run, one: Placed, runtime_s: float | None, held_too: Callable[[File], File]
+) -> Work:
+    """A task as it is sent to the peer that runs it; `LookupError` if something it takes is gone.
+
+    `held_too` adds the holders that its home knows of."""
+    spec = run.workflow.tasks[one.unit.key.task]
+    return Work(
+        key=one.unit.key,
+        lease=one.lease,
+        needs=one.unit.needs,
+        command=spec.command,
+        call=spec.call,
+        arguments=b"" if spec.call is None else pack_arguments(spec),
+        references=tuple(
+            Argument(
+                name=name,
+                many=ref.many,
+                values=tuple(_value(run, task, held_too) for task in ref.tasks),
+            )
+            for name, ref in spec.references.items()
+        ),
+        env=tuple(spec.env.items()),
+        inputs=tuple(held_too(_file(run, name)) for name in spec.inputs),
+        outputs=spec.outputs,
+        timeout_s=spec.timeout_s,
+        runtime_s=runtime_s,
+        network=spec.network,
+        epoch=run.epoch,
+    )
+
+
+def _file(run: Run, name: str) -> File:
+    file = run.file(name)
+    if file is None:
+        raise LookupError(f"input {name} is gone")
+    return file
+
+
+def _value(run: Run, task: str, held_too: Callable[[File], File]) -> Value:
+    value = run.value(task)
+    if value is None:
+        raise LookupError(f"the value of {task} is gone")
+    return value if value.file is None else value._replace(file=held_too(value.file))
 
 
 def deadline_at(run: Run) -> float | None:

@@ -1,0 +1,45 @@
+"""In words: what an unfinished task waits for."""
+
+from __future__ import annotations
+
+from protocols.messages import AttemptKey
+from protocols.strategy import Strategy
+
+from .journal import Journal
+from .run import Run, TaskState
+
+NAMED_MAX = 5
+
+
+def waiting_for(run: Run, task: TaskState, journal: Journal, strategy: Strategy) -> str:
+    if journal.trouble:
+        return f"the home's journal can't be written: {journal.trouble}"
+    unkept = journal.keeping.unkept(run.id)
+    if unkept:
+        return unkept
+    if task.state == "running":
+        attempt = task.attempt(task.number)
+        return f"it runs on peer {attempt.peer.hex()[:8]}" if attempt else "it runs"
+    if task.state == "retrying":
+        return f"it is tried again soon, after: {task.reason}"
+    if task.state == "pending":
+        key = AttemptKey(run.id, task.id, task.number + 1)
+        return strategy.waiting_for(key) or "a peer has been found for it"
+    return _inputs(run, task)
+
+
+def _inputs(run: Run, task: TaskState) -> str:
+    spec = run.workflow.tasks[task.id]
+    reasons = [f"input {n}: {run.unstaged[n]}" for n in spec.inputs if n in run.unstaged]
+    makers = {run.workflow.producers.get(n): n for n in spec.inputs}
+    for parent in run.workflow.parents[task.id]:
+        above = run.tasks[parent]
+        if above.state != "succeeded":
+            made = makers.get(parent)
+            what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
+            reasons.append(f"{what} ({above.state})")
+    if not reasons:
+        return "what it takes is there, and is being agreed on by the journal's keepers"
+    shown = "; ".join(reasons[:NAMED_MAX])
+    more = len(reasons) - NAMED_MAX
+    return f"{shown}; and {more} more" if more > 0 else shown
