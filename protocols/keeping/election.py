@@ -29,7 +29,7 @@ from ..members import State
 from ..messages import Candidacy, Contact, Elect, Elected, Vote
 from ..rpc import CallFailed
 from .keeping import Keeping
-from .replica import Replica, forced, majority, next_epoch, shown
+from .replica import Replica, forced, forced_epoch, majority, next_epoch, odd, shown
 from .shelf import Write
 
 CHECK_S = 5.0
@@ -313,30 +313,40 @@ class Elections:
                 await self._force(workflow, replica, here)
 
     async def _force(self, workflow: str, replica: Replica, here: Iterable[bytes]) -> None:
-        """This copy goes on by itself, if none of those that are left is better."""
+        """This copy goes on, if all keepers that are left agree to it, and none has a better one.
+
+        Each of them promises the new epoch first, so of two that try it at once one fails; both
+        may succeed only if they don't hear each other, and then in eras of their own."""
         keeping, me = self._keeping, self._keeping.rpc.me.id
         known = max(self._seen.get(workflow, 0), replica.promised)
-        epoch = next_epoch(known, me, force=True)
-        votes: dict[str, list[Vote]] = {}
-        asked = _candidacy(replica, epoch, trial=True)
+        epoch = forced_epoch(known, me, replica.keepers)
         others = [k for k in here if k != me]
-        await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
-        mine = votes.get(workflow, [])
-        better = any(v.outsider or "behind" in v.why or v.epoch > known for v in mine)
-        if better or len(mine) < len(others) or replica.promised > known:
+        for trial in (True, False):
+            votes: dict[str, list[Vote]] = {}
+            asked = _candidacy(replica, epoch, trial)
+            await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
+            mine = votes.get(workflow, [])
+            for vote in mine:
+                self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
+            if sum(vote.granted for vote in mine) < len(others):
+                return  # one is better, or did not answer: later, or by another one
+            if replica.promised > (known if trial else epoch) or workflow not in keeping.replicas:
+                return
+            if trial:
+                keeping.depose(workflow)
+                replica.promised = epoch
+                await keeping.shelf.write([Write(workflow, epoch)])
+        if workflow in keeping.leads:
             return
+        keeping.counts["homes_forced"] += 1
         lost = len(replica.keepers) - 1 - len(others)
-        keeping.depose(workflow)
-        replica.promised = epoch
-        await keeping.shelf.write([Write(workflow, epoch)])
-        if replica.promised == epoch and workflow in keeping.replicas:
-            keeping.counts["homes_forced"] += 1
-            why = (
-                f"{lost} of its {len(replica.keepers)} keepers were gone for longer than "
-                f"{keeping.config.majority_lost_s:g} s: it goes on from this copy alone, and runs "
-                "again what this copy does not show to be finished"
-            )
-            self._take_office(workflow, epoch, "forced", why, (me,))
+        why = (
+            f"{lost} of its {len(replica.keepers)} keepers were gone for longer than "
+            f"{keeping.config.majority_lost_s:g} s: it goes on from this copy alone, and runs "
+            "again what this copy does not show to be finished"
+        )
+        left = (me, *others)
+        self._take_office(workflow, epoch, "forced", why, left[: odd(len(left))])
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -26,17 +26,22 @@ from ..messages import ID_BYTES, Candidacy, Entry, Slice
 
 TAG_BITS = 32
 #: a home that goes on without a majority counts on from so far above that no other catches up
-FORCED_STEP = 2**20
+FORCED_STEP = 2**18
 KEEPERS_MAX = 9
+FORCED_LINES = 16  # no fewer than keepers: each would begin an era of its own
 CONFIGS = ("keepers", "forced")
 
 
-def next_epoch(known: int, me: bytes, force: bool = False) -> int:
+def next_epoch(known: int, me: bytes) -> int:
     """Above all that is known, and no other peer's."""
-    number = shown(known) + 1
-    if force:
-        number = (shown(known) // FORCED_STEP + 1) * FORCED_STEP
-    return (number << TAG_BITS) | zlib.crc32(me)
+    return ((shown(known) + 1) << TAG_BITS) | zlib.crc32(me)
+
+
+def forced_epoch(known: int, me: bytes, keepers: tuple[bytes, ...]) -> int:
+    """The first of an era that no other of these keepers would begin: two that go on without each
+    other, and without a majority, never share one."""
+    era = (forced(known) // FORCED_LINES + 1) * FORCED_LINES + keepers.index(me)
+    return ((era * FORCED_STEP) << TAG_BITS) | zlib.crc32(me)
 
 
 def shown(epoch: int) -> int:
