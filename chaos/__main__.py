@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -225,13 +226,68 @@ def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
             "states_before_healing": {k: v and v["state"] for k, v in before.items()},
             "states": states,
             "finished_after_healing_s": took_s,
-            "each_once": all(
-                set(cluster.commits(id).values()) == {1} and len(cluster.commits(id)) == 301
-                for id in (inside, outside)
-            ),
+            "each_once": all(_each_once(cluster, id, 300) for id in (inside, outside)),
         }
     finally:
         cluster.close()
+
+
+def lossy(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """8 hosts; a tenth of all packets is lost, the home and one other are killed and come back."""
+    cluster = Hosts(home, 8)
+    try:
+        start = time.monotonic()
+        calm = cluster.submit(1, work(150, TASK_S))
+        until(lambda: cluster.final(1, calm), 120)
+        calm_s = time.monotonic() - start
+        cluster.lossy(10)
+        start = time.monotonic()
+        id = cluster.submit(2, work(150, TASK_S))
+        for victim in (2, 3):
+            time.sleep(2)
+            cluster.kill(victim)
+            time.sleep(1)
+            cluster.restart(victim)
+        state = until(lambda: cluster.final(5, id), 240)
+        return {
+            "state": state,
+            "each_once": _each_once(cluster, id, 150),
+            "calm_s": calm_s,
+            "took_s": time.monotonic() - start,
+        }
+    finally:
+        cluster.close()
+
+
+def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    """5 hosts with small disks; that of the home, and one other, is full for 10 s."""
+    cluster = Hosts(home, 5, disk_mib=24)
+    try:
+        id = cluster.submit(1, work(150, TASK_S))
+        time.sleep(2)
+        for index in (1, 3):
+            cluster.fill(index)
+        time.sleep(10)
+        refused = ""
+        try:
+            cluster.submit(1, work(4, 0.1))
+        except OSError as error:
+            refused = str(error).strip().splitlines()[-1][:200]
+        for index in (1, 3):
+            cluster.free(index)
+        state = until(lambda: cluster.final(2, id), 240)
+        return {
+            "state": state,
+            "each_once": _each_once(cluster, id, 150),
+            "a_submission_to_a_full_disk": refused or "was taken",
+        }
+    finally:
+        cluster.close()
+
+
+def _each_once(cluster: Hosts, id: str, count: int) -> bool:
+    found = cluster.commits(id)
+    return len(found) == count + 1 and set(found.values()) == {1}
 
 
 def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
@@ -267,6 +323,17 @@ def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     }
 
 
+def _lacking(scenario: str) -> str:
+    """What this machine does not have for it."""
+    if scenario in ("island", "lossy", "full") and os.geteuid() != 0:
+        return "network namespaces need root"
+    if scenario in ("island", "lossy", "full") and shutil.which("ip") is None:
+        return "the command ip (iproute2) is missing"
+    if scenario == "lossy" and shutil.which("nft") is None:
+        return "the command nft (nftables) is missing"
+    return ""
+
+
 def _syncs(client: Any) -> float:
     for line in client.metrics().splitlines():
         if line.startswith('valence_disk_total{kind="syncs"}'):
@@ -280,6 +347,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "failover": failover,
     "stops": stops,
     "island": island,
+    "lossy": lossy,
+    "full": full,
     "keepers": keepers,
 }
 
@@ -297,8 +366,9 @@ def main() -> int:
     display = Display()
     found: dict[str, Any] = {}
     for name in options.scenarios or SCENARIOS:
-        if name == "island" and os.geteuid() != 0:
-            print("island: skipped, network namespaces need root", file=sys.stderr)
+        lacking = _lacking(name)
+        if lacking:
+            print(f"{name}: skipped, {lacking}", file=sys.stderr)
             continue
         print(f"{name}: {(SCENARIOS[name].__doc__ or '').strip()}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="valence-chaos-") as home:

@@ -26,13 +26,14 @@ def ip(*words: str) -> None:
 
 
 class Hosts:
-    def __init__(self, home: Path, count: int, cut_off: int) -> None:
+    def __init__(self, home: Path, count: int, cut_off: int = 0, disk_mib: int = 0) -> None:
         self.home = home
         self.count = count
+        self._disk_mib = disk_mib  # each data directory on a disk of its own, so large
         self._name = f"vc{os.getpid()}"
         self._switch = f"{self._name}-sw"
         self._island = set(range(count - cut_off, count))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")},
             "VALENCE_CLUSTER_KEY": secrets.token_hex(24),
@@ -64,6 +65,9 @@ class Hosts:
             ip("-n", space, "addr", "add", f"{self._address(index)}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
 
+    def data(self, index: int) -> Path:
+        return self.home / f"host-{index}"
+
     def _space(self, index: int) -> str:
         return f"{self._name}-{index}"
 
@@ -72,13 +76,18 @@ class Hosts:
 
     def _start(self, index: int) -> None:
         address = self._address(index)
+        if self._disk_mib and not self.data(index).exists():
+            self.data(index).mkdir(mode=0o700)
+            options = f"size={self._disk_mib}m,mode=0700"
+            mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.data(index))]
+            subprocess.run(mount, check=True)
         command = ["ip", "netns", "exec", self._space(index), *VALENCE, "peer", "--quiet"]
-        command += ["--data", str(self.home / f"host-{index}"), "--cpus", "1"]
+        command += ["--data", str(self.data(index)), "--cpus", "1"]
         command += ["--host", address, "--port", str(PORT)]
         command += ["--http-host", address, "--http-port", str(HTTP)]
         if index:
             command += ["--join", f"{self._address(0)}:{PORT}"]
-        self._processes.append(subprocess.Popen(command, env=self._environment))
+        self._processes[index] = subprocess.Popen(command, env=self._environment)
 
     # ----------------------------------------------------------------- using it
 
@@ -136,15 +145,46 @@ class Hosts:
     def heal(self) -> None:
         ip("-n", self._switch, "link", "set", "cable0", "up")
 
+    def lossy(self, percent: int) -> None:
+        """Of all that comes in at any host, so much is lost."""
+        rule = f"numgen random mod 100 < {percent} drop"
+        hook = "type filter hook input priority 0"
+        rules = f"table inet chaos {{\n chain incoming {{\n {hook}\n {rule}\n }}\n}}\n"
+        for index in range(self.count):
+            command = ["ip", "netns", "exec", self._space(index), "nft", "-f", "-"]
+            subprocess.run(command, input=rules.encode(), check=True)
+
+    def kill(self, index: int) -> None:
+        self._processes[index].kill()
+        self._processes[index].wait()
+
+    def restart(self, index: int) -> None:
+        self._start(index)
+
+    def fill(self, index: int) -> None:
+        """Its disk: not a byte is left."""
+        with contextlib.suppress(OSError), self._filler(index).open("wb", buffering=0) as file:
+            while file.write(bytes(65536)):
+                pass
+
+    def free(self, index: int) -> None:
+        self._filler(index).unlink()
+
+    def _filler(self, index: int) -> Path:
+        return self.data(index) / "filler"
+
     def close(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.terminate()
-        for process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._disk_mib:
+            for index in range(self.count):
+                subprocess.run(["umount", str(self.data(index))], stderr=subprocess.DEVNULL)
         for space in [*(self._space(i) for i in range(self.count)), self._switch]:
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "del", space)

@@ -45,6 +45,10 @@ WORKER_DIED = "the worker process died during the call"
 NURSERY_DIED = "the peer's process nursery ended"
 
 
+#: with less than this left, what fails may fail for lack of it
+DISK_FULL_BYTES = 256 * 1024
+
+
 class TaskFailed(Exception):
     """The task's own fault, with the reason its user reads."""
 
@@ -116,20 +120,29 @@ class Attempt:
     async def _told(self, work: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
         try:
             return await work
-        except TaskFailed as error:
+        except (TaskFailed, BlobError) as error:
+            if self._disk_is_full():  # who knows what it could not write; elsewhere it may
+                reason = f"this peer's disk is full: {error}"
+                return {**self.result, "kind": "returned", "reason": reason[:2000]}
+            if isinstance(error, Unavailable):
+                return {**self.result, "kind": "returned", "reason": str(error)[:2000]}
+            if isinstance(error, BlobError):
+                return {**self.result, "kind": "failed", "reason": str(error)[:2000]}
             found = {"kind": "failed", "reason": str(error)[:2000], "exit_code": error.exit_code}
             return {**self.result, **found}
-        except (PeerFailed, NurseryGone, Unavailable) as error:
+        except (PeerFailed, NurseryGone) as error:
             reason = str(error) or NURSERY_DIED
             return {**self.result, "kind": "returned", "reason": reason[:2000]}
-        except BlobError as error:
-            return {**self.result, "kind": "failed", "reason": str(error)[:2000]}
         except OSError as error:
             reason = f"{error.strerror}: {Path(error.filename).name if error.filename else ''}"
             return {**self.result, "kind": "returned", "reason": reason}
         finally:
             if self._left:
                 await asyncio.to_thread(self._clean)
+
+    def _disk_is_full(self) -> bool:
+        disk = os.statvfs(self._blobs.directory)
+        return disk.f_bavail * disk.f_frsize < DISK_FULL_BYTES
 
     async def _run(self) -> dict[str, object]:
         work = self.work

@@ -59,6 +59,7 @@ class Blobs:
     def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
         self.quota_bytes = quota_bytes
         self.blob_bytes_max = blob_bytes_max
+        self.directory = directory
         self._root = directory / "blobs"
         self._parts = directory / "parts"
         shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
