@@ -21,6 +21,7 @@ from .journal import Journal
 HOMES_REMEMBERED = 10_000
 FAN_OUT = 64
 CLOSEST = 16
+ALL_AGAIN_S = 10.0  # many are not asked twice within this whether anybody has heard of it
 ANSWER_S = 2.0
 
 
@@ -31,6 +32,7 @@ class Locate:
         self._records = records
         self._journal = journal
         self._homes: OrderedDict[str, bytes] = OrderedDict()
+        self._in_vain: OrderedDict[str, float] = OrderedDict()
 
     async def home(self, id: str) -> bytes | None:
         """Empty: it is kept, but has no home now. None: nobody who answers has heard of it."""
@@ -65,7 +67,15 @@ class Locate:
         others = {m.contact.id: m for m in self._members.here() if m.contact.id != self._rpc.me.id}
         near = closest(id, others, CLOSEST)  # who should have it, before all others
         found = await self._ask_some(id, [others.pop(peer) for peer in near])
-        return found if found is not None else await self._ask_some(id, list(others.values()))
+        now = asyncio.get_running_loop().time()
+        if found is not None or now - self._in_vain.get(id, -ALL_AGAIN_S) < ALL_AGAIN_S:
+            return found
+        found = await self._ask_some(id, list(others.values()))
+        if found is None and len(others) > FAN_OUT:
+            self._in_vain[id] = now
+            if len(self._in_vain) > HOMES_REMEMBERED:
+                self._in_vain.popitem(last=False)
+        return found
 
     async def _ask_some(self, id: str, members: list[Member]) -> bytes | None:
         answers = await self.everyone(members, FindHome(workflow=id), FoundHome)

@@ -54,6 +54,7 @@ CROWD = replace(
     refresh_s=900.0,
 )
 CROWD_PEERS = 200
+CROWD_QUIET_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Plan:
             if value != getattr(default, name):
                 words.append(f"--{name.replace('_', '-')} {value:g}")
         if self.faults != FAULTS:
-            words.append("--faults " + ",".join(self.faults))
+            words.append("--faults " + (",".join(self.faults) or "none"))
         if self.majority_lost_s != default.majority_lost_s:
             words.append(f"--majority-lost {self.majority_lost_s:g}")
         if self.mutant:
@@ -264,7 +265,7 @@ class World:
         if self._broken is None:
             await self._recover()
             await self._until(self._all_over, PATIENCE_S, None)
-            await asyncio.sleep(QUIET_S)
+            await asyncio.sleep(QUIET_S if not plan.replaced else CROWD_QUIET_S)
             if self._broken is None:
                 self._guard(self._close)
         for task in (*tasks, *self._users):
