@@ -150,7 +150,8 @@ def main() -> int:
     parser.add_argument("--keepers", type=int, default=default.keepers)
     parser.add_argument("--replaced", type=float, default=0.0, help="share of peers, each minute")
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
-    parser.add_argument("--faults", default="", help=f"some of {','.join(FAULTS)}; or perish; or none")
+    names = f"some of {','.join(FAULTS)}; or perish; or none"
+    parser.add_argument("--faults", default="", help=names)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
     parser.add_argument("--mutants", action="store_true", help="break each: all must be noticed")
     parser.add_argument("--whole", action="store_true", help="a violation's run as it is")
@@ -167,7 +168,8 @@ def main() -> int:
     if len(listed) == 1:
         plan = listed[0]
         report = next(iter(many([plan], 1)))[1] if not options.verbose else one(plan)
-        if report.violation and not options.verbose and not options.whole:
+        crowd = plan.peers >= CROWD_PEERS
+        if report.violation and not (options.verbose or options.whole or crowd):
             print(f"seed {plan.seed} goes wrong; looking for a shorter run that does …")
             plan, report = shrink(plan, report, options.jobs)
         tell(report, plan, trace=not options.verbose)

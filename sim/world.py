@@ -42,10 +42,11 @@ QUIET_S = 15.0  # after the last end: time for leases to expire
 #: thousands of peers in one process: each pings less often, and says more at a time
 CROWD = replace(
     LAN,
-    probe_s=20.0,
-    probe_quiet_s=20.0,
+    probe_s=8.0,
+    probe_quiet_s=8.0,
     probe_timeout_s=1.0,
-    gossip_per_message=48,
+    gossip_per_message=24,
+    self_doubt_max=0,
     indirect_probes=1,
     retry_first_s=0.7,
     retry_min_s=0.7,
