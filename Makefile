@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench fuzz soak chaos up clean
+.PHONY: demo test check bench fuzz soak crowd chaos up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for le
 soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARGS="--seeds 500" for less
 	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
 	@$(BIN)/python -m sim --seeds 500 --mutants
+crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
+	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \
+		--keepers 5 --majority-lost 30 $(ARGS)
 chaos: $(VENV)/run  ## real peers killed, stopped and cut off; ARGS="kills --json" for one
 	@$(BIN)/python -m chaos $(ARGS)
 up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
