@@ -217,8 +217,9 @@ class Liveness:
         ping = asyncio.ensure_future(self._ping_once(contact))
         try:
             done, _ = await asyncio.wait((ping,), timeout=self._config.knock_after_s)
-            if not done and await self._rpc.knock(contact) and not ping.done():
-                return Sign.REFUSED
+            known = self._members.contact(contact.id)  # no other address is tried for anybody
+            if not done and known == contact and await self._rpc.knock(contact):
+                return Sign.ANSWERED if ping.done() and ping.result() else Sign.REFUSED
             return Sign.ANSWERED if await ping else Sign.SILENT
         finally:
             ping.cancel()
