@@ -28,6 +28,8 @@ fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for le
 	@$(BIN)/python -m fuzz $(ARGS)
 soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARGS="--seeds 500" for less
 	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
+	@$(BIN)/python -m sim --seeds 500 --peers 9 --keepers 5 --majority-lost 20 \
+		--faults crash,perish,stop,clog,lossy,slow-disk
 	@$(BIN)/python -m sim --seeds 500 --mutants
 crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
 	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \

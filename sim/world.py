@@ -266,7 +266,7 @@ class World:
         if self._broken is None:
             await self._recover()
             await self._until(self._all_over, PATIENCE_S, None)
-            await asyncio.sleep(QUIET_S if not plan.replaced else CROWD_QUIET_S)
+            await asyncio.sleep(self._quiet_s())
             if self._broken is None:
                 self._guard(self._close)
         for task in (*tasks, *self._users):
@@ -289,6 +289,13 @@ class World:
                     self._fail(why)
                 return
             await asyncio.sleep(0.25)
+
+    def _quiet_s(self) -> float:
+        """Until ended journals have new keepers, too."""
+        if self.plan.replaced:
+            return CROWD_QUIET_S
+        lost_s = self.plan.majority_lost_s
+        return QUIET_S if lost_s == float("inf") else QUIET_S + lost_s + 20.0
 
     def _all_know_all(self) -> bool:
         count = len(self.hosts)
@@ -631,7 +638,7 @@ class World:
                 if len(others) < 2 or not whole or self._perished or copy.over:
                     continue
                 self._perished = True
-                for victim in (host, others[0]):
+                for victim in (host, *others[: majority(len(copy.keepers)) - 1]):
                     self.say(f"peer {victim.index}, keeper of {workflow}, dies for good")
                     victim.gone = True
                     victim.kill()
