@@ -29,6 +29,7 @@ STREAMS_MAX = 1024
 STREAM_IDLE_S = 300.0
 HANDSHAKE_S = 5.0
 KNOCK_S = 0.5
+LINE_AGAIN_S = 5.0
 SOCKET_BUFFER_BYTES = 4 * 2**20
 
 Receive = Callable[[Contact, bytes], None]
@@ -66,6 +67,7 @@ class Link:
         self._udp: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
         self._streams: dict[bytes, _Stream] = {}
+        self._line_again: dict[bytes, float] = {}
         self._accepted: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -135,7 +137,13 @@ class Link:
 
     def line(self, to: Contact) -> None:
         """Have a stream to it: should its process end, this is heard at once."""
-        if to.id not in self._streams and len(self._streams) < STREAMS_MAX // 2:
+        now = asyncio.get_running_loop().time()
+        if to.id in self._streams or self._line_again.get(to.id, 0.0) > now:
+            return
+        if len(self._streams) < STREAMS_MAX // 2:
+            while len(self._line_again) >= STREAMS_MAX:
+                del self._line_again[next(iter(self._line_again))]
+            self._line_again[to.id] = now + LINE_AGAIN_S  # not again and again to one that refuses
             stream = self._streams[to.id] = _Stream()
             stream.task = asyncio.ensure_future(self._dial(to, stream))
 
