@@ -20,6 +20,7 @@ from peer.journal import Journal
 from peer.run import Run
 from peer.shelf import Shelf
 from protocols.admission import Admission
+from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
 from protocols.keeping.replica import Replica
@@ -245,6 +246,14 @@ def outcomes_of_no_attempt_count() -> list[Patch]:
         take(self, run, peer, outcomes)
 
     return [(Home, "_take", lax)]
+
+
+@mutant
+def ended_journals_are_left_alone() -> list[Patch]:
+    async def idle(self: Any) -> None:
+        pass
+
+    return [(Archive, "_look", idle)]
 
 
 @mutant

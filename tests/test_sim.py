@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,8 +10,9 @@ import sys
 
 import pytest
 
+from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
-from sim.world import FAULTS, Plan
+from sim.world import FAULTS, Plan, World
 
 SEEDS = 200
 
@@ -58,9 +60,45 @@ def test_a_broken_rule_is_noticed_and_can_be_replayed(mutant: str) -> None:
     command = re.search(r"replay it: python -m (sim .*)", done.stdout)
     assert command is not None
     assert f"--mutant {mutant}" in command[1]
-    again = simulate(*command[1].split()[1:])
+    again = simulate(*command[1].split()[1:], "--whole")
     assert again.returncode == 1
     assert "VIOLATION" in again.stdout
+
+
+def test_a_violation_is_told_by_a_shorter_run() -> None:
+    arguments = ("--seed", "1", "--mutant", "one-copy-is-a-majority")
+    whole, short = simulate(*arguments, "--whole"), simulate(*arguments)
+    assert whole.returncode == short.returncode == 1
+    assert len(short.stdout.splitlines()) < len(whole.stdout.splitlines())
+    command = short.stdout.rpartition("replay it: python -m sim ")[2].split()
+    assert "VIOLATION" in simulate(*command, "--whole").stdout
+
+
+def test_ended_journals_outlive_all_their_first_keepers() -> None:
+    """Half of the peers are replaced every minute; at the end every workflow has its copies."""
+    arguments = ["--seeds", "4", "--peers", "12", "--seconds", "90", "--faults", "none"]
+    done = simulate(*arguments, "--replaced", "0.5", "--keepers", "5", "--majority-lost", "30")
+    assert "4 runs, 0 violations" in done.stdout, done.stdout[-3000:]
+
+
+def test_who_asks_between_two_homes_is_not_told_that_there_is_no_such_workflow() -> None:
+    async def scenario() -> None:
+        world = World(Plan(5, peers=9, faults=()))
+        for _ in range(9):
+            world.add_host()
+        await world._until(world._all_know_all, 60.0, "the peers never found each other")
+        text = json.dumps({"name": "w", "tasks": {"t": {"command": ["work", "3"]}}}).encode()
+        home = world.hosts[4]
+        submitted = home.enactment.gateway.submit(text, {}, "somebody", False)
+        id, _ = await home.do(submitted, 10.0)
+        keepers = home.enactment.keeping.replicas[id].keepers
+        home.kill()
+        other = next(host for host in world.up() if host.id not in keepers)
+        view = await other.do(other.enactment.gateway.ask("", id, "workflow"), 60.0)
+        assert view["id"] == id
+        assert view["home"] != home.id.hex()
+
+    run_out(scenario())
 
 
 def test_a_lost_majority_is_not_waited_for_for_ever() -> None:
