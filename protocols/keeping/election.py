@@ -319,7 +319,9 @@ class Elections:
         may succeed only if they don't hear each other, and then in eras of their own."""
         keeping, me = self._keeping, self._keeping.rpc.me.id
         known = max(self._seen.get(workflow, 0), replica.promised)
-        epoch = forced_epoch(known, me, replica.keepers)
+        epoch = forced_epoch(known, me)
+        if epoch is None:
+            return
         others = [k for k in here if k != me]
         for trial in (True, False):
             votes: dict[str, list[Vote]] = {}

@@ -26,9 +26,12 @@ from ..messages import ID_BYTES, Candidacy, Entry, Slice
 
 TAG_BITS = 32
 #: a home that goes on without a majority counts on from so far above that no other catches up
-FORCED_STEP = 2**18
+FORCED_STEP = 2**14
 KEEPERS_MAX = 9
-FORCED_LINES = 16  # no fewer than keepers: each would begin an era of its own
+#: Each keeper would begin an era of its own, by its tag: two that never heard of each other may not
+#: even agree on who the keepers are.
+FORCED_LINES = 2**12
+EPOCH_MAX = 2**63 - 1  # as a database has it
 CONFIGS = ("keepers", "forced")
 
 
@@ -37,11 +40,13 @@ def next_epoch(known: int, me: bytes) -> int:
     return ((shown(known) + 1) << TAG_BITS) | zlib.crc32(me)
 
 
-def forced_epoch(known: int, me: bytes, keepers: tuple[bytes, ...]) -> int:
-    """The first of an era that no other of these keepers would begin: two that go on without each
-    other, and without a majority, never share one."""
-    era = (forced(known) // FORCED_LINES + 1) * FORCED_LINES + keepers.index(me)
-    return ((era * FORCED_STEP) << TAG_BITS) | zlib.crc32(me)
+def forced_epoch(known: int, me: bytes) -> int | None:
+    """The first of an era that no other keeper would begin: two that go on without each other, and
+    without a majority, do not share one. None: there were too many eras already."""
+    tag = zlib.crc32(me)
+    era = (forced(known) // FORCED_LINES + 1) * FORCED_LINES + tag % FORCED_LINES
+    epoch = ((era * FORCED_STEP) << TAG_BITS) | tag
+    return epoch if epoch <= EPOCH_MAX else None
 
 
 def shown(epoch: int) -> int:
