@@ -124,11 +124,10 @@ class Attempt:
             if self._disk_is_full():  # who knows what it could not write; elsewhere it may
                 reason = f"this peer's disk is full: {error}"
                 return {**self.result, "kind": "returned", "reason": reason[:2000]}
-            if isinstance(error, Unavailable):
-                return {**self.result, "kind": "returned", "reason": str(error)[:2000]}
-            if isinstance(error, BlobError):
-                return {**self.result, "kind": "failed", "reason": str(error)[:2000]}
-            found = {"kind": "failed", "reason": str(error)[:2000], "exit_code": error.exit_code}
+            kind = "returned" if isinstance(error, Unavailable) else "failed"
+            found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
+            if isinstance(error, TaskFailed):
+                found["exit_code"] = error.exit_code
             return {**self.result, **found}
         except (PeerFailed, NurseryGone) as error:
             reason = str(error) or NURSERY_DIED

@@ -163,7 +163,7 @@ class Daemon:
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
-        self.link.on_broken = self._stream_broke
+        self.link.on_broken = self.liveness.broke
         self.members.listen(self._member_changed)
         self.enactment.load()
         self.link.receive = self.rpc.received
@@ -330,11 +330,6 @@ class Daemon:
     def _hello(self, sender: Contact, message: Hello) -> Welcome:
         self.members.apply(message.member, self._now())
         return Welcome(member=self.members.me)
-
-    def _stream_broke(self, peer: bytes) -> None:
-        contact = self.members.contact(peer)
-        if contact is not None:
-            self.liveness.suspect(contact)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._moved.set()

@@ -4,8 +4,9 @@ Each peer pings one other a second, in shuffled rounds; when nothing has changed
 often. Whom it has given work to (`watched`) it pings itself, every other second. No answer: a few
 others are asked to ping it; still none: it is suspected, and everybody hears; if it has not
 objected in time, it is dead. Where a ping is late and the host itself says that nobody listens at
-that port (a refused connection), and a second peer is told the same, it is dead without further
-waiting: its process has ended. Should that ever be wrong, it objects as to any rumour.
+that port (a refused connection), and a second peer (if there is one) is told the same, it is dead
+without further waiting: its process has ended. Should that ever be wrong, it objects as to any
+rumour.
 
 Pings carry rumours and a digest of the whole view; where digests differ the two exchange what the
 other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
@@ -144,6 +145,12 @@ class Liveness:
             self._hints[contact.id] = None
             if not self._doubt:
                 self._hinted.set()
+
+    def broke(self, peer: bytes) -> None:
+        """A stream to it ended, not by this side."""
+        contact = self._members.contact(peer)
+        if contact is not None:
+            self.suspect(contact)
 
     def _next(self) -> Member | None:
         self._ticks += 1

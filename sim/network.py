@@ -182,7 +182,7 @@ class SimPeer:
         self.rpc.on_error = lambda where, error: self.errors.append(error)
         self.rpc.on_heard = self.overlay.saw
         self.rpc.on_unreachable = self.liveness.suspect
-        wire.on_broken = self._stream_broke
+        wire.on_broken = self.liveness.broke
         self.rpc.on(Hello, self._hello)
         self.members.listen(self._changed)
         self._handing: set[asyncio.Task[None]] = set()
@@ -190,11 +190,6 @@ class SimPeer:
             asyncio.ensure_future(work)
             for work in (self.liveness.run(), self.overlay.refresh(), self.records.run())
         ]
-
-    def _stream_broke(self, peer: bytes) -> None:
-        contact = self.members.contact(peer)
-        if contact is not None:
-            self.liveness.suspect(contact)
 
     def _hello(self, sender: Contact, message: Hello) -> Welcome:
         self.members.apply(message.member, asyncio.get_running_loop().time())

@@ -83,10 +83,9 @@ class Archive:
         replica = keeping.shelf.replica(workflow)
         if workflow in keeping.replicas or replica is None or not self._is_mine(replica.keepers):
             return
-        here = [k for k in replica.keepers if keeping.members.is_here(k)]
-        if len(here) < majority(len(replica.keepers)) and math.isinf(
-            keeping.config.majority_lost_s
-        ):
+        here = sum(map(keeping.members.is_here, replica.keepers))
+        for_ever = math.isinf(keeping.config.majority_lost_s)
+        if for_ever and here < majority(len(replica.keepers)):
             return  # nobody can agree to anything; when one of them is back, this is seen again
         keeping.counts["journals_renewed"] += 1
         keeping.replicas[workflow] = replica
