@@ -13,7 +13,7 @@ from peer.link import Link
 from peer.seal import Dropped, Seal
 from peer.work import read_document
 from protocols import messages
-from protocols.codec import Kind, Malformed, decode, encode
+from protocols.codec import Kind, Malformed, decode, encode, pack_member
 from protocols.config import LAN
 from protocols.messages import (
     AttemptKey,
@@ -113,8 +113,8 @@ def _sample_messages() -> Iterator[messages.Message]:
     work = Work(key, 1, needs, command=("sh", "-c", "true"), env=(("A", "b"),), outputs=("o",))
     ended = Outcome(key, "ok", value=Value("json", b"1"), started_at=1.0, ended_at=2.0)
     yield Hello(member=member)
-    yield Ping(digest=7, rumours=(member,))
-    yield Sync(known=((_ME, 1, 1, 0),))
+    yield Ping(digest=7, rumours=(pack_member(member),))
+    yield Sync(digests=bytes(64))
     yield Reserve(asks=(Room(needs, 3, 0.5),))
     yield Offers(grants=(Grant((1, 2), 1, 0.1),), free=Capacity(1000), ttl_s=5.0)
     yield Commit(works=(work, work._replace(command=None, call="m:f", arguments=b"\x92\x90\x80")))

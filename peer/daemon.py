@@ -172,6 +172,7 @@ class Daemon:
         self._tell_where(port)
         for name, work in (
             ("liveness", self.liveness.run()),
+            ("gossip", self.liveness.gossip()),
             ("overlay", self.overlay.refresh()),
             ("records", self.records.run()),
             *self.enactment.works(),

@@ -191,8 +191,8 @@ class Executor:
         self._advance()
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if new.state >= State.DEAD or (old is not None and old.boot != new.boot):
-            self._admission.forsake(new.contact.id)
+        ended = new.state >= State.DEAD or (old is not None and old.boot != new.boot)
+        if ended and self._admission.forsake(new.contact.id):
             self._advance()
 
     def _commit(self, sender: Contact, message: Commit) -> Committed:

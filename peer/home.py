@@ -865,7 +865,9 @@ class Home:
         peer = new.contact.id
         if new.state >= State.DEAD:
             what = "died" if new.state == State.DEAD else "left"
-            self._lost([(key, f"its peer {peer.hex()[:8]} {what}") for key in self.given.to(peer)])
+            lost = [(key, f"its peer {peer.hex()[:8]} {what}") for key in self.given.to(peer)]
+            if lost:
+                self._lost(lost)
         elif old is not None and old.boot != new.boot:
             self.given.doubt(peer)  # it was started anew: ask what it still has
         elif new.state == State.SUSPECT:

@@ -239,11 +239,14 @@ class Admission:
             if lease is not None and lease.home == home:
                 self._drop(lease_id)
 
-    def forsake(self, home: bytes) -> None:
-        """It is dead, or was started anew: what it reserved it will never use."""
-        for lease_id in [id for id, lease in self._leases.items() if lease.home == home]:
+    def forsake(self, home: bytes) -> bool:
+        """It is dead, or was started anew: what it reserved it will never use. True: so there is
+        more room now."""
+        dropped = [id for id, lease in self._leases.items() if lease.home == home]
+        for lease_id in dropped:
             self._drop(lease_id)
         self._wishes.pop(home, None)
+        return bool(dropped)
 
     def expire(self, now: float) -> None:
         # leases live equally long, so the oldest expires first

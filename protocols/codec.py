@@ -5,18 +5,23 @@ Whatever the bytes are, `decode` returns an envelope or raises `Malformed`; noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import msgpack
 from pydantic import ValidationError
 
-from .messages import BY_NUMBER, Message
+from .messages import BY_NUMBER, CHECKED_MEMBER, Member, Message
 
-VERSION = 1
+VERSION = 2
 #: values within values
 VALUES_DEEP_MAX = 8
+MEMBERS_READ_MAX = 20_000
+
+T = TypeVar("T")
 
 
 class Kind(IntEnum):
@@ -63,23 +68,38 @@ def decode(data: bytes) -> Envelope:
         raise Malformed("unknown message")
     fields = dict(zip(cls.model_fields, row[4:], strict=False))
     try:
-        return Envelope(kind, row[2], _message(cls, fields))
+        return Envelope(kind, row[2], _checked(cls.model_validate, fields))
     except (ValidationError, RecursionError) as error:
         raise Malformed(f"{cls.__name__}: {_first(error)}") from None
 
 
-def _message(cls: type[Message], fields: dict[str, Any]) -> Message:
+def pack_member(member: Member) -> bytes:
+    packed: bytes = msgpack.packb(member)
+    return packed
+
+
+@lru_cache(MEMBERS_READ_MAX)
+def read_member(packed: bytes) -> Member:
+    """The same rumour comes again and again: it is read once, and is then the same object."""
+    try:
+        row = msgpack.unpackb(packed, use_list=False, strict_map_key=True, max_ext_len=0)
+        return _checked(CHECKED_MEMBER.validate_python, row)
+    except (ValidationError, ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise Malformed(f"not a member: {type(error).__name__}") from None
+
+
+def _checked(check: Callable[[Any], T], found: Any) -> T:
     """Less what a newer version has added at the end of values: it is not for us."""
     for _ in range(VALUES_DEEP_MAX):
         try:
-            return cls.model_validate(fields)
+            return check(found)
         except ValidationError as error:
             ends = _news(error)
             if not ends:
                 raise
             for at in sorted(ends, key=len, reverse=True):  # the innermost first
-                fields = _shortened(fields, at, ends[at])
-    return cls.model_validate(fields)
+                found = _shortened(found, at, ends[at])
+    return check(found)
 
 
 def _news(error: ValidationError) -> dict[tuple[Any, ...], int]:

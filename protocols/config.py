@@ -57,6 +57,7 @@ class Config:
     suspicion_s: float = 1.8  # times log10(members) above ten: time for the suspect to object
     forget_dead_s: float = 24 * 3600.0
     news_s: float = 120.0  # who died longer ago is not told about, unless it is believed alive
+    gossip_s: float = 0.5  # while there is news, between two messages that carry nothing else
     gossip_per_message: int = 5
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
     # Between two full exchanges caused by differing digests; beyond a hundred members so many

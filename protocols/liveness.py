@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from .config import Config
-from .members import Members, State
+from .members import Members, State, briefs
 from .messages import (
     Ack,
     Contact,
     Done,
+    Exchange,
     Leave,
     Member,
     Ping,
@@ -40,7 +41,7 @@ from .messages import (
     Sync,
     Synced,
 )
-from .rpc import CallFailed, Rpc
+from .rpc import CallFailed, Refused, Rpc
 
 #: every so many pings one goes to a peer believed dead
 DEAD_PING_EVERY = 10
@@ -66,6 +67,7 @@ class Liveness:
         self._round: list[bytes] = []
         self._hints: dict[bytes, None] = {}
         self._hinted = asyncio.Event()
+        self._news = asyncio.Event()
         self._probing: set[bytes] = set()
         self._suspected: dict[bytes, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,6 +83,7 @@ class Liveness:
         rpc.on(Ping, self._ping)
         rpc.on(PingFor, self._ping_for)
         rpc.on(Sync, self._sync)
+        rpc.on(Exchange, self._exchange)
         rpc.on(Rumours, self._rumours)
         rpc.on(Leave, self._left)
         members.listen(self._changed)
@@ -103,6 +106,17 @@ class Liveness:
             if target is not None:
                 self._spawn(self._probe(target))
             self._members.forget(self._now())
+
+    async def gossip(self) -> None:
+        """While there is news, tell it: pings alone take half a minute to a thousand peers."""
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(self._config.gossip_s * (0.75 + 0.5 * self._rng.random()))
+            rumours = self._members.rumours()
+            if not rumours:
+                self._news.clear()
+            for member in self._members.draw(self._rng, 1, (self._rpc.me.id,)) if rumours else ():
+                self._rpc.tell(member.contact, Rumours.of(rumours))
 
     def _interval_s(self) -> float:
         config = self._config
@@ -160,9 +174,9 @@ class Liveness:
             if member is not None and member.state <= State.SUSPECT:
                 return member
         if self._ticks % DEAD_PING_EVERY == 0:
-            dead = [m for m in self._members.all() if m.state == State.DEAD]
-            if dead:
-                return self._rng.choice(dead)
+            dead = self._members.a_dead_one(self._rng.randrange)
+            if dead is not None:
+                return dead
         while True:
             if not self._round:
                 mine = self._members.me.contact.id
@@ -202,8 +216,8 @@ class Liveness:
     async def _ask_around(self, contact: Contact, sign: Sign) -> State | None:
         """What others see; None if it is there. Two refusals are proof, one is not."""
         mine = (contact.id, self._rpc.me.id)
-        others = [m.contact for m in self._members.here() if m.contact.id not in mine]
-        helpers = self._rng.sample(others, min(len(others), self._config.indirect_probes))
+        drawn = self._members.draw(self._rng, self._config.indirect_probes, without=mine)
+        helpers = [m.contact for m in drawn]
         if not helpers:
             return State.DEAD if sign is Sign.REFUSED else State.SUSPECT
         asked = [asyncio.ensure_future(self._ask(helper, contact)) for helper in helpers]
@@ -235,7 +249,8 @@ class Liveness:
         about = self._members.get(contact.id)
         rumours = self._members.rumours()
         if about is not None and about.state != State.ALIVE:
-            rumours = (about, *rumours[:-1])  # so that it can object
+            packed = self._members.packed(contact.id)
+            rumours = (packed, *rumours[:-1]) if packed else rumours  # so that it can object
         ping = Ping.of(self._members.digest, rumours)
         try:
             limit_s = self._config.probe_timeout_s * self._patience()
@@ -262,7 +277,11 @@ class Liveness:
 
     def _changed(self, old: Member | None, new: Member) -> None:
         peer = new.contact.id
+        self._news.set()
         self._changed_at = self._now()
+        if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
+            # a round takes as many pings as there are members: who comes has its turn in this one
+            self._round.insert(self._rng.randrange(len(self._round) + 1), peer)
         timer = self._suspected.pop(peer, None)
         if timer is not None:
             timer.cancel()
@@ -280,10 +299,8 @@ class Liveness:
 
     # ----------------------------------------------------------------- agreeing
 
-    def _hear(self, rumours: tuple[Member, ...]) -> None:
-        now = self._now()
-        for rumour in rumours:
-            self._members.apply(rumour, now)
+    def _hear(self, rumours: tuple[bytes, ...]) -> None:
+        self._members.hear(rumours, self._now())
 
     def _disagree(self, contact: Contact) -> None:
         now = self._now()
@@ -296,17 +313,19 @@ class Liveness:
 
     async def sync(self, contact: Contact) -> None:
         """Exchange what either side lacks. Failure is no matter: digests will differ again."""
+        members = self._members
+        digests = members.digests()
         try:
-            answer = await self._rpc.call(
-                contact, Sync.of(self._members.brief(self._now())), Synced
-            )
+            answer = await self._rpc.call(contact, Sync(digests=digests), Synced)
+            members.hear(answer.members, self._now())
+            known = [*answer.known, *briefs(answer.members)]
+            lacks, wanted = members.compare(answer.parts, len(digests) // 4, known)
+            if lacks or wanted:
+                message = Exchange.of(lacks, wanted)
+                news = await self._rpc.call(contact, message, Rumours)
+                members.hear(news.members, self._now())
         except CallFailed:
             return
-        self._hear(answer.members)
-        lacking = [self._members.get(peer) for peer in answer.wanted]
-        members = tuple(m for m in lacking if m is not None)
-        if members:
-            self._rpc.tell(contact, Rumours.of(members))
 
     async def leave(self) -> None:
         """Say goodbye: worth more than any detection. In a large cluster some pass it on."""
@@ -324,21 +343,28 @@ class Liveness:
         differs = message.digest and message.digest != self._members.digest
         if differs and self._members.get(sender.id) is None:
             self._disagree(sender)
-        return Ack.of(self._members.digest, self._members.rumours())
+        return Ack.of(self._members.digest, self._members.rumours(frozenset(message.rumours)))
 
     async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:
         sign = await self._look(message.target)
         return PingedFor(alive=sign is Sign.ANSWERED, refused=sign is Sign.REFUSED)
 
     def _sync(self, sender: Contact, message: Sync) -> Synced:
-        lacks, wanted = self._members.compare(message.known)
-        return Synced.of(lacks, wanted)
+        try:
+            return Synced.of(*self._members.differing(message.digests, self._now()))
+        except ValueError as error:
+            raise Refused("protocol", str(error)) from None
 
     def _rumours(self, sender: Contact, message: Rumours) -> None:
         self._hear(message.members)
 
+    def _exchange(self, sender: Contact, message: Exchange) -> Rumours:
+        self._hear(message.members)
+        wanted = (self._members.packed(peer) for peer in message.wanted)
+        return Rumours.of(tuple(packed for packed in wanted if packed))
+
     def _left(self, sender: Contact, message: Leave) -> Done:
-        self._hear((message.member,))
+        self._members.apply(message.member, self._now())
         return Done()
 
     # ----------------------------------------------------------------- small things

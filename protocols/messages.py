@@ -25,6 +25,8 @@ Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Text = Annotated[str, Field(max_length=2000)]
 Word = Annotated[str, Field(max_length=100)]
 Words = Annotated[tuple[Word, ...], Field(max_length=64)]
+#: a `Member`, packed: most that one hears is known already, and is not read once more for that
+Packed = Annotated[bytes, Field(max_length=8192)]
 TaskName = Annotated[str, Field(max_length=512)]
 FileName = Annotated[str, Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -278,6 +280,7 @@ class Vote(NamedTuple):
 
 #: check what did not come in a message: what a task asks for, what became of it
 STRICT = ConfigDict(strict=True)
+CHECKED_MEMBER = TypeAdapter(Member, config=STRICT)
 CHECKED_NEEDS = TypeAdapter(Needs, config=STRICT)
 CHECKED_WORK = TypeAdapter(Work, config=STRICT)
 CHECKED_OUTCOME = TypeAdapter(Outcome, config=STRICT)
@@ -314,13 +317,13 @@ class Welcome(Message):
 @numbered(4, repeatable=True)
 class Ping(Message):
     digest: Natural
-    rumours: Annotated[tuple[Member, ...], Field(max_length=64)] = ()
+    rumours: Annotated[tuple[Packed, ...], Field(max_length=64)] = ()
 
 
 @numbered(5)
 class Ack(Message):
     digest: Natural
-    rumours: Annotated[tuple[Member, ...], Field(max_length=64)] = ()
+    rumours: Annotated[tuple[Packed, ...], Field(max_length=64)] = ()
 
 
 @numbered(6, repeatable=True)
@@ -338,22 +341,32 @@ class PingedFor(Message):
 
 @numbered(8, repeatable=True)
 class Sync(Message):
-    """What I know of the members, in brief: id, boot, incarnation, state."""
+    """What I know of the members, as digests: one for each part of the space of ids."""
 
-    known: tuple[tuple[PeerId, Natural, Natural, Natural], ...]
+    digests: Annotated[bytes, Field(min_length=4, max_length=4096)]
 
 
 @numbered(9)
 class Synced(Message):
+    """Of the parts that differ: what I know, in brief (id, boot, incarnation, state); or, where you
+    know nobody, in full."""
+
+    parts: Annotated[tuple[Annotated[int, Field(ge=0, le=1023)], ...], Field(max_length=1024)]
+    known: tuple[tuple[PeerId, Natural, Natural, Natural], ...] = ()
+    members: tuple[Packed, ...] = ()
+
+
+@numbered(49, repeatable=True)
+class Exchange(Message):
     """What you lack, and whom I lack."""
 
-    members: tuple[Member, ...]
+    members: tuple[Packed, ...]
     wanted: tuple[PeerId, ...] = ()
 
 
 @numbered(10)
 class Rumours(Message):
-    members: tuple[Member, ...]
+    members: tuple[Packed, ...]
 
 
 @numbered(11)

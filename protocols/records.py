@@ -151,8 +151,7 @@ class Records:
         now = self._now()
         records = []
         for key in self.store.kept_keys():
-            closest = self._overlay.table.closest(key, count)
-            if any(c.id == newcomer.id for c in closest):
+            if self._overlay.table.is_among_closest(newcomer.id, key, count):
                 records.extend(self.store.get(key, now))
         return asyncio.ensure_future(self._store_at(newcomer, records)) if records else None
 

@@ -94,11 +94,14 @@ class Host:
         """As the daemon does: greet until somebody answers, go on with what was here, then see."""
         others = [seed for seed in seeds if seed.id != self.id]
         settled, again_s = not others, 2.0
+        met: set[bytes] = set()  # whom the failure detector sees to
         if settled:
             self.enactment.settle()
         while others:
             seed = self.rng.choice(others)
-            if self.peer.members.count <= 1 or self.peer.members.get(seed.id) is None:
+            if self.peer.members.get(seed.id) is not None:
+                met.add(seed.id)
+            if self.peer.members.count <= 1 or seed.id not in met:
                 await self._greet(seed)
             if not settled and self.peer.members.count > 1:
                 settled = True

@@ -8,10 +8,12 @@ and stopped (nothing of it runs until it goes on).
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import contextvars
 import gc
-import selectors
-from collections.abc import Callable, Coroutine
+import heapq
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ class Life:
         self.dead = False
         self.stopped = False
         self.steps = 0
-        self._held: list[tuple[contextvars.Context, _Step]] = []
+        self._held: list[_Soon | _Timer] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 64
         self.context = NOBODY.copy()
@@ -48,39 +50,39 @@ class Life:
 
     def go_on(self) -> None:
         self.stopped = False
-        loop = asyncio.get_running_loop()
         held, self._held = self._held, []
-        for context, step in held:
-            loop.call_soon(step.late, context=context)
+        asyncio.get_running_loop()._ready.extend(held)  # type: ignore[attr-defined]
 
-    def hold(self, step: _Step) -> None:
-        self._held.append((contextvars.copy_context(), step))
+    def lets(self, step: _Soon | _Timer) -> bool:
+        """Whether it may be done now. Not by the dead; by the stopped once they go on (what is
+        called off meanwhile stays undone)."""
+        if self.dead:
+            return False
+        if self.stopped:
+            self._held.append(step)
+            return False
+        self.steps += 1
+        return True
 
 
-class _Step:
-    """One thing that a peer is to do, if it lives then, and once it goes on."""
+class _Soon(asyncio.Handle):
+    """One thing that a peer is to do."""
 
-    __slots__ = ("args", "callback", "handle", "life")
+    __slots__ = ("life",)
+    life: Life
 
-    def __init__(self, life: Life, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.life = life
-        self.callback = callback
-        self.args = args
-        self.handle: asyncio.Handle | None = None
+    def _run(self) -> None:
+        if self.life.lets(self):
+            super()._run()
 
-    def __call__(self) -> None:
-        if self.life.dead:
-            return
-        if self.life.stopped:
-            self.life.hold(self)
-            return
-        self.life.steps += 1
-        self.callback(*self.args)
 
-    def late(self) -> None:
-        """After a stop: what was called off meanwhile stays undone."""
-        if self.handle is None or not self.handle.cancelled():
-            self()
+class _Timer(asyncio.TimerHandle):
+    __slots__ = ("life",)
+    life: Life
+
+    def _run(self) -> None:
+        if self.life.lets(self):
+            super()._run()
 
 
 _FALLEN: list[asyncio.Task[Any]] = []
@@ -89,25 +91,16 @@ _LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", defa
 NOBODY = contextvars.copy_context()
 
 
-class _Jump(selectors.SelectSelector):
-    """Instead of waiting, move the clock."""
-
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("nothing will ever happen again: every task waits for ever")
-        if timeout > 0:
-            self.loop.now += timeout
-        return []
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
+    """Nothing outside is waited for: when nothing is left to do, the clock moves to the next timer.
+    Timers are told apart by when they are due, then by who came first."""
+
     def __init__(self) -> None:
         self.now = 0.0
-        selector = _Jump()
-        selector.loop = self
-        super().__init__(selector)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers_made = 0
+        self._ready: collections.deque[asyncio.Handle]
+        super().__init__()
         self.set_exception_handler(_unheard)
 
     def time(self) -> float:
@@ -121,10 +114,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         life = _LIFE.get() if context is None else context.get(_LIFE)
         if life is None:
-            return super().call_soon(callback, *args, context=context)
-        step = _Step(life, callback, args)
-        step.handle = super().call_soon(step, context=context)
-        return step.handle
+            handle = asyncio.Handle(callback, args, self, context)
+        else:
+            handle = _Soon(callback, args, self, context)
+            handle.life = life
+        self._ready.append(handle)
+        return handle
 
     def call_at(  # type: ignore[override]
         self,
@@ -135,10 +130,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         life = _LIFE.get() if context is None else context.get(_LIFE)
         if life is None:
-            return super().call_at(when, callback, *args, context=context)
-        step = _Step(life, callback, args)
-        step.handle = timer = super().call_at(when, step, context=context)
+            timer = asyncio.TimerHandle(when, callback, args, self, context)
+        else:
+            timer = _Timer(when, callback, args, self, context)
+            timer.life = life
+        self._timers_made += 1
+        heapq.heappush(self._timers, (when, self._timers_made, timer))
         return timer
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers
+        if not ready:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers and not self._stopping:  # type: ignore[attr-defined]
+                raise RuntimeError("nothing will ever happen again: every task waits for ever")
+            if timers:
+                self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            timer = heapq.heappop(timers)[2]
+            if not timer.cancelled():
+                ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def create_task(self, coro: Any, **more: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **more)
@@ -167,6 +183,18 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 _ENDED: list[VirtualLoop] = []
 
 
+@contextlib.contextmanager
+def _found_quickly(loop: VirtualLoop) -> Iterator[None]:
+    """The only loop: before Python 3.12 the question for the running one is a system call, and
+    thousands of peers ask for the time."""
+    asked = asyncio.get_running_loop
+    asyncio.get_running_loop = asyncio.events.get_running_loop = lambda: loop
+    try:
+        yield
+    finally:
+        asyncio.get_running_loop = asyncio.events.get_running_loop = asked
+
+
 def run_out(work: Coroutine[Any, Any, T]) -> T:
     """The same; but what others are still at then just stops, as the killed have.
 
@@ -177,7 +205,8 @@ def run_out(work: Coroutine[Any, Any, T]) -> T:
     asyncio.set_event_loop(loop)
     gc.disable()  # it would take time, and find what must stay as it is
     try:
-        return loop.run_until_complete(work)
+        with _found_quickly(loop):
+            return loop.run_until_complete(work)
     finally:
         asyncio.set_event_loop(None)
         gc.enable()

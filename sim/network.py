@@ -188,7 +188,12 @@ class SimPeer:
         self._handing: set[asyncio.Task[None]] = set()
         self._tasks = [
             asyncio.ensure_future(work)
-            for work in (self.liveness.run(), self.overlay.refresh(), self.records.run())
+            for work in (
+                self.liveness.run(),
+                self.liveness.gossip(),
+                self.overlay.refresh(),
+                self.records.run(),
+            )
         ]
 
     def _hello(self, sender: Contact, message: Hello) -> Welcome:

@@ -42,10 +42,11 @@ QUIET_S = 15.0  # after the last end: time for leases to expire
 #: thousands of peers in one process: each pings less often, and says more at a time
 CROWD = replace(
     LAN,
-    probe_s=8.0,
-    probe_quiet_s=8.0,
+    probe_s=10.0,
+    probe_quiet_s=10.0,
     probe_timeout_s=1.0,
-    gossip_per_message=24,
+    gossip_s=3.0,
+    gossip_per_message=40,
     self_doubt_max=0,
     indirect_probes=1,
     retry_first_s=0.7,
@@ -53,6 +54,7 @@ CROWD = replace(
     sync_s_min=3.0,
     sync_s_max=16.0,
     refresh_s=900.0,
+    forget_dead_s=600.0,  # no rumour is that old
 )
 CROWD_PEERS = 200
 CROWD_QUIET_S = 120.0

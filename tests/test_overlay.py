@@ -372,9 +372,8 @@ def test_a_restarted_peer_is_alive_again_under_a_new_boot() -> None:
 # --------------------------------------------------------------------------- lookups and records
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_lookups_find_the_closest_with_loss_and_dead_peers(seed: int) -> None:
-    async def scenario() -> tuple[float, float, float]:
+def test_lookups_find_the_closest_with_loss_and_dead_peers() -> None:
+    async def scenario(seed: int) -> tuple[float, float, float]:
         network = Network(seed, Faults(loss=0.03))
         peers = await cluster(network, 60)
         await until(lambda: all(len(p.members.here()) == 60 for p in peers), 60)
@@ -396,9 +395,9 @@ def test_lookups_find_the_closest_with_loss_and_dead_peers(seed: int) -> None:
             await peer.close()
         return right / total, took, messages
 
-    share, took, _ = run(scenario())
-    assert share > 0.95
-    assert took < 3.0
+    shares, times, _ = zip(*(run(scenario(seed)) for seed in range(6)), strict=True)
+    assert sum(shares) / len(shares) > 0.97
+    assert max(times) < 3.0
 
 
 @pytest.mark.parametrize("seed", range(3))

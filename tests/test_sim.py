@@ -66,7 +66,7 @@ def test_a_broken_rule_is_noticed_and_can_be_replayed(mutant: str) -> None:
 
 
 def test_a_violation_is_told_by_a_shorter_run() -> None:
-    arguments = ("--seed", "1", "--mutant", "one-copy-is-a-majority")
+    arguments = ("--seed", "5", "--mutant", "one-copy-is-a-majority")
     whole, short = simulate(*arguments, "--whole"), simulate(*arguments)
     assert whole.returncode == short.returncode == 1
     assert len(short.stdout.splitlines()) < len(whole.stdout.splitlines())

@@ -18,13 +18,15 @@ from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
 from peer.settings import SettingsError, load
 from protocols import matching
 from protocols.admission import Admission
-from protocols.codec import Kind, Malformed, decode, encode
+from protocols.codec import VERSION, Kind, Malformed, decode, encode, pack_member, read_member
 from protocols.config import LAN
+from protocols.members import Members, State, briefs
 from protocols.messages import (
     BY_NUMBER,
     AttemptKey,
     Capacity,
     Contact,
+    Hello,
     Member,
     Needs,
     Offers,
@@ -39,6 +41,11 @@ from protocols.strategies.probe import Probe
 from protocols.strategy import Placed, Unit
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
+
+
+def contact(number: int) -> Contact:
+    return Contact(random.Random(number).randbytes(20), f"host{number}", 7000)
+
 
 # --------------------------------------------------------------------------- codec
 
@@ -67,14 +74,48 @@ def test_fields_of_a_newer_version_are_passed_over() -> None:
 def test_values_that_a_newer_version_has_made_longer_are_read_as_far_as_known() -> None:
     contact = (b"1" * 20, "host", 7000, "news")
     member = (contact, "http://h", (1000, 2, 3, 4, "news"), ("x86_64",), 1, 2, 0, "9.9", "news", 5)
-    found = decode(msgpack.packb([1, 0, 7, 4, 5, (member, member), "news"])).message
-    assert found == Ping(digest=5, rumours=(Member(
+    known = Member(
         Contact(b"1" * 20, "host", 7000), "http://h", Capacity(1000, 2, 3, 4), Traits("x86_64"),
         1, 2, 0, "9.9",
-    ),) * 2)  # fmt: skip
+    )  # fmt: skip
+    assert read_member(msgpack.packb(member)) == known
+    hello = decode(msgpack.packb([VERSION, 0, 7, Hello.number, member, "news"])).message
+    assert hello == Hello(member=known)
     wrong = (contact, 5, *member[2:])
     with pytest.raises(Malformed):
-        decode(msgpack.packb([1, 0, 7, 4, 5, (member, wrong)]))
+        read_member(msgpack.packb(wrong))
+    with pytest.raises(Malformed):
+        decode(msgpack.packb([VERSION, 0, 7, Hello.number, wrong]))
+
+
+def test_what_is_no_member_is_counted_and_passed_over() -> None:
+    me, other = (Member(contact(n), f"http://{n}") for n in (1, 2))
+    members = Members(me, LAN)
+    members.hear((b"", b"\xc1", msgpack.packb([1, 2]), pack_member(other), b"\x90" * 50), 0.0)
+    assert members.malformed == 4
+    assert members.get(other.contact.id) == other
+
+
+def test_two_views_compare_by_digests_and_exchange_only_what_differs() -> None:
+    everybody = [Member(contact(n), f"http://{n}") for n in range(300)]
+    views = [Members(everybody[i], LAN) for i in range(2)]
+    for view, known in zip(views, (everybody[:290], everybody[10:]), strict=True):
+        for member in known:
+            view.apply(member, 0.0)
+    views[1].judge(everybody[100].contact.id, State.DEAD, 1.0)
+    digests = views[0].digests()
+    parts, brief, full = views[1].differing(digests, 1.0)
+    assert 0 < len(brief) + len(full) < 120, "most of what both know is not told"
+    views[0].hear(full, 1.0)
+    lacks, wanted = views[0].compare(parts, len(digests) // 4, [*brief, *briefs(full)])
+    views[1].hear(lacks, 1.0)
+    views[0].hear([found for p in wanted if (found := views[1].packed(p))], 1.0)
+    assert views[0].digest == views[1].digest
+    assert views[0].count == views[1].count == 299
+    assert views[1].differing(views[0].digests(), 1.0) == ((), (), ())
+    for bad in (b"12345", b"1" * 12, b"1" * 8192):
+        with pytest.raises(ValueError, match="digests"):
+            views[1].differing(bad, 1.0)
 
 
 @settings(max_examples=500, deadline=None)
@@ -94,7 +135,7 @@ def test_no_wellformed_msgpack_crashes_the_decoder(data: st.DataObject) -> None:
         st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=25) | st.text(max_size=5)
     )
     tree = st.recursive(leaf, lambda inner: st.lists(inner, max_size=5), max_leaves=20)
-    row = [1, data.draw(st.integers(0, 3)), 1, data.draw(st.sampled_from(sorted(BY_NUMBER)))]
+    row = [VERSION, data.draw(st.integers(0, 3)), 1, data.draw(st.sampled_from(sorted(BY_NUMBER)))]
     row += data.draw(st.lists(tree, max_size=6))
     try:
         decode(msgpack.packb(row))

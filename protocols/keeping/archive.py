@@ -30,11 +30,14 @@ class Archive:
         self._lost = asyncio.Event()
         self._lost.set()  # also after a start: who knows who has gone meanwhile
         self._under_way: dict[str, float] = {}  # since when
+        self._fellows: set[bytes] = set()  # who keeps any of these journals, too
+        keeping.on_put_away = self._fellows.update
         keeping.members.listen(self._member_changed)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        few = self._keeping.members.count <= self._keeping.config.keepers
-        if new.state >= State.DEAD or few:
+        few = self._keeping.config.keepers
+        lost = new.state >= State.DEAD and new.contact.id in self._fellows
+        if lost or self._keeping.members.count <= few:
             self._lost.set()
 
     async def run(self) -> None:
@@ -51,9 +54,11 @@ class Archive:
 
     async def _look(self) -> None:
         after = ""
+        self._fellows.clear()
         while True:
             rows = self._keeping.shelf.ended(after, PAGE)
             for workflow, keepers in rows:
+                self._fellows.update(keepers)
                 if self._is_mine(keepers):
                     await self._renew(workflow)
             if len(rows) < PAGE:

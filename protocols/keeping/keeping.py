@@ -91,6 +91,8 @@ class Keeping:
         self.complete: Callable[[Replica, Lead], bool] = lambda replica, lead: True
         self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
+        # of an ended journal that memory lets go of: its keepers
+        self.on_put_away: Callable[[tuple[bytes, ...]], None] = lambda keepers: None
         self._clock = clock
         self._couriers: dict[bytes, _Courier] = {}
         self._closing: set[str] = set()  # copies on their way from the disk
@@ -283,6 +285,7 @@ class Keeping:
         known = sum(lead.told.get(k, 0) >= replica.ended_at_count for k in here)
         if known == len(here) and known + 1 >= majority(len(replica.keepers)):
             del self.leads[replica.workflow], self.replicas[replica.workflow]
+            self.on_put_away(replica.keepers)
 
     def _trim(self, replica: Replica, lead: Lead) -> None:
         me = self.rpc.me.id
@@ -503,6 +506,7 @@ class Keeping:
                 self.drop(found.workflow)
             elif replica.over:
                 del self.replicas[found.workflow]  # nothing more is to come: the disk has it
+                self.on_put_away(replica.keepers)
         return Kept.of(tuple(stored))
 
     def _take(self, home: bytes, found: Slice, writes: list[Write]) -> Stored:
@@ -555,6 +559,8 @@ class Keeping:
     # ----------------------------------------------------------------- who is there
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
+        if not self.replicas:
+            return  # most of the time, of most peers
         peer = new.contact.id
         anew = old is not None and old.boot != new.boot
         if new.state != State.ALIVE or anew:

@@ -31,6 +31,7 @@ class Table:
         self._contacts: dict[bytes, Contact] = {}
         self._strikes: dict[bytes, int] = {}
         self._starts = [0]  # where the buckets begin, in their order
+        self._settled: set[int] = set()  # where those begin that are full, and do not split
 
     def __len__(self) -> int:
         return len(self._contacts)
@@ -45,17 +46,23 @@ class Table:
         """A sign of life. Returns a contact to check when the bucket is full: its oldest."""
         if contact.id == self._me or not contact.port:
             return None
-        self._strikes.pop(contact.id, None)
+        if self._strikes:
+            self._strikes.pop(contact.id, None)
+        bucket = self._bucket(contact.id)
+        if self._contacts.get(contact.id) == contact:
+            bucket.nodes.move_to_end(contact.id)
+            return None
+        enough = bucket.range[0] in self._settled and len(bucket.replacement_nodes) >= bucket.ksize
+        if enough and contact.id not in self._contacts:
+            return self._contacts[next(iter(bucket.nodes))]
         node = Node(contact.id, contact.host, contact.port)
-        bucket = self._bucket(node)
         while not bucket.add_node(node):
             splits = bucket.has_in_range(self._table.node) or _depth(bucket) % 5 != 0
             if not splits:
-                oldest: Contact = self._contacts[bucket.head().id]
-                return oldest
-            self._table.split_bucket(self._table.buckets.index(bucket))
-            self._index()
-            bucket = self._bucket(node)
+                self._settled.add(bucket.range[0])
+                return self._contacts[next(iter(bucket.nodes))]
+            self._split(bucket)
+            bucket = self._bucket(contact.id)
         self._contacts[contact.id] = contact
         return None
 
@@ -70,37 +77,51 @@ class Table:
     def remove(self, peer: bytes) -> None:
         self._strikes.pop(peer, None)
         contact = self._contacts.pop(peer, None)
-        node = Node(peer)
-        bucket = self._bucket(node)
-        if contact is not None or node.id in bucket.replacement_nodes:
-            bucket.remove_node(node)
-            for other in bucket.get_nodes():  # one may have come up from the replacements
-                if other.id not in self._contacts:
-                    self._contacts[other.id] = Contact(id=other.id, host=other.ip, port=other.port)
+        bucket = self._bucket(peer)
+        if contact is not None or peer in bucket.replacement_nodes:
+            self._settled.discard(bucket.range[0])
+            bucket.remove_node(Node(peer))
+            last = next(reversed(bucket.nodes.values()), None)
+            if last is not None and last.id not in self._contacts:  # came up from the replacements
+                self._contacts[last.id] = Contact(id=last.id, host=last.ip, port=last.port)
 
     def closest(self, target: bytes, count: int, without: Iterable[bytes] = ()) -> list[Contact]:
         left_out = set(without)
         found = (c for c in self._contacts.values() if c.id not in left_out)
         return heapq.nsmallest(count, found, key=lambda c: distance(c.id, target))
 
-    def _bucket(self, node: Node) -> KBucket:
+    def is_among_closest(self, peer: bytes, target: bytes, count: int) -> bool:
+        """Mostly it is not, and a few that are closer are soon found: not all are put in order."""
+        if peer not in self._contacts:
+            return False
+        limit = distance(peer, target)
+        for other in self._contacts:
+            if distance(other, target) < limit:
+                count -= 1
+                if not count:
+                    return False
+        return True
+
+    def _bucket(self, peer: bytes) -> KBucket:
         # the package's own search misplaces an id that equals a bucket's upper end
-        index = bisect_right(self._starts, node.long_id) - 1
+        index = bisect_right(self._starts, int.from_bytes(peer, "big")) - 1
         bucket: KBucket = self._table.buckets[index]
         return bucket
 
-    def _index(self) -> None:
-        self._starts = [bucket.range[0] for bucket in self._table.buckets]
-        # a split moves replacements into free places
-        self._contacts = {
-            node.id: self._contacts.get(node.id)
-            or Contact(id=node.id, host=node.ip, port=node.port)
-            for bucket in self._table.buckets
-            for node in bucket.get_nodes()
-        }
+    def _split(self, bucket: KBucket) -> None:
+        at = self._table.buckets.index(bucket)
+        self._table.split_bucket(at)
+        halves = self._table.buckets[at : at + 2]
+        self._starts[at : at + 1] = [half.range[0] for half in halves]
+        for half in halves:  # replacements move into free places
+            for node in half.nodes.values():
+                if node.id not in self._contacts:
+                    self._contacts[node.id] = Contact(id=node.id, host=node.ip, port=node.port)
 
 
 def _depth(bucket: KBucket) -> int:
-    """How many bits all its ids have in common at their beginning; the package compares strings."""
-    ids: list[int] = [node.long_id for node in bucket.nodes.values()]
-    return ID_BYTES * 8 - (min(ids) ^ max(ids)).bit_length()
+    """How many bits all ids of its range have in common at their beginning: as in the Kademlia
+    paper. (The package goes by those that happen to be in it, and compares strings.)"""
+    lowest, highest = bucket.range
+    width: int = highest - lowest + 1
+    return ID_BYTES * 8 + 1 - width.bit_length()

@@ -113,7 +113,7 @@ class Probe:
         self._asking = False
         self._wake = asyncio.Event()
         self._late: set[asyncio.Task[Offers]] = set()
-        members.listen(lambda old, new: self._wake.set())
+        members.listen(self._member_changed)
 
     # ----------------------------------------------------------------- the interface
 
@@ -164,6 +164,10 @@ class Probe:
     def waiting_for(self, key: AttemptKey) -> str | None:
         group = self._units.get(key)
         return None if group is None else group.reason
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        if self._units:
+            self._wake.set()
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         known = self._peers.get(peer)
