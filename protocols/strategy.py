@@ -23,6 +23,7 @@ class Unit:
     runtime_s: float | None = None
     deadline_at: float | None = None  # on this peer's monotonic clock
     avoid: frozenset[bytes] = frozenset()  # peers it failed at: only if there is no other
+    near: frozenset[bytes] = frozenset()  # peers that hold most of its inputs
 
 
 @dataclass(slots=True)

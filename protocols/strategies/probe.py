@@ -4,8 +4,7 @@ The baseline, after batch sampling (Sparrow): what is placed is a batch, so a fe
 for many units at once, and the messages per unit fall with the size of the batch.
 
 Rules:
-- Units with equal needs and about equal run times form a group; one message to a peer carries all
-  groups' asks. A unit whose run time becomes known while it waits changes its group.
+- Units wait in groups (`waiting`); one message to a peer carries all groups' asks.
 - Only peers that could meet the needs when idle are asked. Enough of them for the batch, at
   random, and no fewer than a handful, so that there is a choice.
 - Room that is free now is used first, on the peer with the most of it left; a place in a queue
@@ -25,7 +24,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..config import Config
 from ..matching import explain, slots, unmet
@@ -44,28 +43,10 @@ from ..messages import (
 )
 from ..rpc import CallFailed, Rpc
 from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
+from .waiting import Group, GroupKey, Waiting
 
 GROUPS_PER_ROUND = 32
 HERE_GROUPS_MAX = 4
-
-_GroupKey = tuple[Needs, int | None]
-
-
-@dataclass(slots=True)
-class _Group:
-    """Units with the same needs, highest rank first."""
-
-    needs: Needs
-    size: int | None  # its units take about 2**size seconds; None: nobody knows
-    heap: list[tuple[float, int, Unit]] = field(default_factory=list)
-    left: int = 0
-    oldest_at: float = 0.0
-    reason: str = "about to be placed"
-    refusals: list[float] = field(default_factory=list)
-
-    @property
-    def key(self) -> _GroupKey:
-        return self.needs, self.size
 
 
 @dataclass(slots=True)
@@ -79,7 +60,7 @@ class _Peer:
 @dataclass(slots=True)
 class _Offer:
     member: Member
-    group: _Group
+    group: Group
     now: list[int]
     queued: list[int]
     wait_s: float
@@ -106,10 +87,8 @@ class Probe:
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
-        self._groups: dict[_GroupKey, _Group] = {}
-        self._units: dict[AttemptKey, _Group] = {}
+        self._waiting = Waiting(estimate, config.place_units_max)
         self._peers: dict[bytes, _Peer] = {}
-        self._order = 0
         self._asking = False
         self._wake = asyncio.Event()
         self._late: set[asyncio.Task[Offers]] = set()
@@ -119,54 +98,20 @@ class Probe:
 
     def add(self, units: Iterable[Unit]) -> None:
         now = self._now()
-        for unit in units:
-            if unit.key in self._units or len(self._units) >= self._config.place_units_max:
-                continue
-            self._order += 1
-            # a second of waiting weighs as much as a second of work behind it: none starves
-            self._put(unit, now - unit.rank, self._order, now)
+        self._waiting.add(units, now)
         self._place_here()
-        if self._units:
+        if self._waiting:
             self._wake.set()
 
-    def _put(self, unit: Unit, priority: float, order: int, since: float) -> None:
-        runtime_s = self._estimate(unit)
-        size = None if runtime_s is None else round(math.log2(max(1e-4, runtime_s)))
-        group = self._groups.get((unit.needs, size))
-        if group is None:
-            group = self._groups[(unit.needs, size)] = _Group(unit.needs, size, oldest_at=since)
-        heapq.heappush(group.heap, (priority, order, unit))
-        group.left += 1
-        self._units[unit.key] = group
-
-    def _regroup(self) -> None:
-        """Units whose run time has become known go where they belong."""
-        for group in [g for g in self._groups.values() if g.size is None]:
-            while group.heap:
-                priority, order, unit = group.heap[0]
-                if self._units.get(unit.key) is not group:
-                    heapq.heappop(group.heap)  # withdrawn
-                elif self._estimate(unit) is None:
-                    break
-                else:
-                    heapq.heappop(group.heap)
-                    group.left -= 1
-                    self._put(unit, priority, order, group.oldest_at)
-            self._forget_if_empty(group)
-
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
-        for key in keys:
-            group = self._units.pop(key, None)
-            if group is not None:
-                group.left -= 1  # its entry in the heap is skipped when it comes up
-                self._forget_if_empty(group)
+        self._waiting.withdraw(keys)
 
     def waiting_for(self, key: AttemptKey) -> str | None:
-        group = self._units.get(key)
+        group = self._waiting.group_of(key)
         return None if group is None else group.reason
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if self._units:
+        if self._waiting:
             self._wake.set()
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
@@ -174,7 +119,7 @@ class Probe:
         if known is not None and free.millicores > 0:
             known.quiet_until = 0.0
             known.refused_in_a_row = 0
-        if self._units:
+        if self._waiting:
             self._wake.set()
 
     async def run(self) -> None:
@@ -186,7 +131,7 @@ class Probe:
             except TimeoutError:
                 pass
             self._wake.clear()
-            if self._units:
+            if self._waiting:
                 await self._round()
 
     # ----------------------------------------------------------------- at home
@@ -194,18 +139,18 @@ class Probe:
     def _place_here(self) -> None:
         """A few units where they were submitted, if there is room: on the spot, no messages."""
         me = self._members.me
-        if self._asking or len(self._groups) > HERE_GROUPS_MAX:
+        if self._asking or len(self._waiting.groups) > HERE_GROUPS_MAX:
             return
         rows = []
         now = self._now()
-        for group in self._groups.values():
+        for group in self._waiting.groups.values():
             if group.left > slots(me.capacity, group.needs.capacity):
                 return
             if unmet(me.capacity, me.traits, group.needs) or self._peer(me).quiet_until > now:
                 return
             if any(me.contact.id in unit.avoid for _, _, unit in group.heap):
                 return
-            rows.append((group, Room(group.needs, group.left, self._estimate(group.heap[0][2]))))
+            rows.append((group, Room(group.needs, group.left, self._estimate(group.top))))
         if not rows:
             return
         asks = tuple(room for _, room in rows)
@@ -219,20 +164,20 @@ class Probe:
 
     def _until_next(self) -> float | None:
         """Until a peer may be asked again; for ever if nothing waits (a wake-up will come)."""
-        if not self._units:
+        if not self._waiting:
             return None
         now = self._now()
         times = [p.quiet_until - now for p in self._peers.values() if p.quiet_until > now]
         return max(0.001, min([*times, self._config.probe_backoff_s_max]))
 
     async def _round(self) -> None:
-        self._regroup()
+        self._waiting.regroup()
         now = self._now()
         known = self._members.here()
-        asks: dict[bytes, list[tuple[_Group, Room]]] = {}
-        listed = sorted(self._groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
+        asks: dict[bytes, list[tuple[Group, Room]]] = {}
+        listed = sorted(self._waiting.groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
         matching: dict[Needs, list[Member]] = {}
-        everyone: dict[_GroupKey, bool] = {}
+        everyone: dict[GroupKey, bool] = {}
         asking = 0
         for group in listed:
             if asking >= GROUPS_PER_ROUND:
@@ -263,7 +208,7 @@ class Probe:
         self._assign(offers, asked, matching, everyone)
 
     def _choose(
-        self, group: _Group, ready: list[Member], now: float
+        self, group: Group, ready: list[Member], now: float
     ) -> tuple[list[Member], list[Room]]:
         config = self._config
         need = group.needs.capacity
@@ -271,7 +216,7 @@ class Probe:
         count = math.ceil(group.left / max(1.0, each)) + 2
         count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
         chosen = self._rng.sample(ready, count)
-        top = group.heap[0][2]
+        top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
         waited = now - group.oldest_at
         hold = waited > config.probe_hold_after_s
@@ -292,8 +237,8 @@ class Probe:
         return chosen, rooms
 
     async def _ask(
-        self, asks: dict[bytes, list[tuple[_Group, Room]]]
-    ) -> tuple[list[_Offer], list[tuple[bytes, _Group, int, str]]]:
+        self, asks: dict[bytes, list[tuple[Group, Room]]]
+    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
         """Ask all at once; wait a little; late answers are given back."""
         me = self._members.me
         if list(asks) == [me.contact.id]:
@@ -301,7 +246,7 @@ class Probe:
             message = Reserve(asks=tuple(room for _, room in rows))
             mine = await self._rpc.call(me.contact, message, Offers)
             return self._answers([(me, rows, mine)])
-        calls: dict[asyncio.Task[Offers], tuple[Member, list[tuple[_Group, Room]]]] = {}
+        calls: dict[asyncio.Task[Offers], tuple[Member, list[tuple[Group, Room]]]] = {}
         for peer, rows in asks.items():
             member = self._members.get(peer)
             if member is None:
@@ -311,8 +256,8 @@ class Probe:
             calls[asyncio.ensure_future(call)] = (member, rows)
         done, late = await asyncio.wait(calls, timeout=self._config.probe_answer_s)
         now = self._now()
-        asked: list[tuple[bytes, _Group, int, str]] = []
-        answers: list[tuple[Member, list[tuple[_Group, Room]], Offers]] = []
+        asked: list[tuple[bytes, Group, int, str]] = []
+        answers: list[tuple[Member, list[tuple[Group, Room]], Offers]] = []
         for task in [t for t in calls if t in late]:  # in the order of asking
             member, rows = calls[task]
             self._refused(self._peer(member), now)
@@ -330,11 +275,11 @@ class Probe:
         return offers, asked + told
 
     def _answers(
-        self, answers: list[tuple[Member, list[tuple[_Group, Room]], Offers]]
-    ) -> tuple[list[_Offer], list[tuple[bytes, _Group, int, str]]]:
+        self, answers: list[tuple[Member, list[tuple[Group, Room]], Offers]]
+    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
         now = self._now()
         offers: list[_Offer] = []
-        asked: list[tuple[bytes, _Group, int, str]] = []
+        asked: list[tuple[bytes, Group, int, str]] = []
         for member, rows, answer in answers:
             short = False
             for (group, room), grant in zip(rows, answer.grants, strict=False):
@@ -353,9 +298,9 @@ class Probe:
     def _assign(
         self,
         offers: list[_Offer],
-        asked: list[tuple[bytes, _Group, int, str]],
+        asked: list[tuple[bytes, Group, int, str]],
         matching: dict[Needs, list[Member]],
-        everyone: dict[_GroupKey, bool],
+        everyone: dict[GroupKey, bool],
     ) -> None:
         placed: list[Placed] = []
         unused: dict[bytes, tuple[Contact, list[int]]] = {}
@@ -377,15 +322,15 @@ class Probe:
             self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
         if placed:
             self._on_placed(placed)
-        if self._units and any(
+        if self._waiting and any(
             self._peer(m).quiet_until <= self._now()
-            for group in self._groups.values()
+            for group in self._waiting.groups.values()
             for m in matching.get(group.needs, ())
         ):
             self._wake.set()  # some have not been asked yet
 
     def _take(
-        self, group: _Group, offers: list[_Offer], record: Placement, everyone: bool
+        self, group: Group, offers: list[_Offer], record: Placement, everyone: bool
     ) -> list[Placed]:
         placed = []
         now = self._now()
@@ -394,7 +339,7 @@ class Probe:
         queues = sorted((o for o in offers if o.queued and everyone), key=lambda o: o.wait_s)
         offering = sum(1 for o in offers if o.now or o.queued)
         while group.left and (roomy or queues):
-            unit = self._pop(group)
+            unit = self._waiting.pop(group)
             if unit is None:
                 break
             if roomy:
@@ -413,13 +358,8 @@ class Probe:
                 record.why = f"all busy; shortest queue of {offering} that offered a place"
             placed.append(Placed(unit, offer.member.contact, lease, record))
         group.oldest_at = now if placed else group.oldest_at
-        self._forget_if_empty(group)
+        self._waiting.forget_if_empty(group)
         return placed
-
-    def _forget_if_empty(self, group: _Group) -> None:
-        # another group may have taken its place while offers were on their way
-        if not group.left and self._groups.get(group.key) is group:
-            del self._groups[group.key]
 
     def _best_for(self, unit: Unit, roomy: list[tuple[float, float, _Offer]]) -> _Offer:
         """The roomiest, but not one where it has failed before if there is another."""
@@ -432,18 +372,9 @@ class Probe:
             heapq.heappush(roomy, entry)
         return best[2]
 
-    def _pop(self, group: _Group) -> Unit | None:
-        while group.heap:
-            unit = heapq.heappop(group.heap)[2]
-            if self._units.get(unit.key) is group:
-                del self._units[unit.key]
-                group.left -= 1
-                return unit
-        return None
-
     # ----------------------------------------------------------------- small things
 
-    def _say_busy(self, group: _Group, fitting: list[Member], now: float) -> None:
+    def _say_busy(self, group: Group, fitting: list[Member], now: float) -> None:
         recent = [t for t in group.refusals if t > now - 2.0]
         group.refusals = recent
         peers = f"{len(fitting)} peer{'s' if len(fitting) != 1 else ''} match"
@@ -476,7 +407,7 @@ class Probe:
         return asyncio.get_running_loop().time()
 
 
-def _offer(member: Member, group: _Group, grant: Grant) -> _Offer:
+def _offer(member: Member, group: Group, grant: Grant) -> _Offer:
     leases = list(grant.leases)
     split = max(0, len(leases) - grant.queued)
     return _Offer(member, group, leases[:split], leases[split:], grant.wait_s)
