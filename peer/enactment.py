@@ -22,6 +22,10 @@ from protocols.members import Members
 from protocols.records import Records
 from protocols.rpc import Rpc
 from protocols.strategies.probe import Probe
+from protocols.strategies.tickets.booth import Booth
+from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.owner import Owner
+from protocols.strategies.tickets.space import Space
 
 from .answers import Answers
 from .blobs import Blobs
@@ -79,6 +83,15 @@ class Enactment:
         )
         self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
         self.home.use(self.probe)
+        self.space = Space(members, config)
+        self.owner = Owner(rpc, members, self.space, rng, config)
+        self.tickets = Tickets(
+            rpc, members, self.space, rng, config, self.home.placed, self.home.estimate
+        )
+        self.home.use(self.tickets)
+        executor = self.executor
+        self.booth = Booth(rpc, members, self.space, rng, config, executor.reserve, executor.ticket)
+        self.executor.on_room = self.booth.changed
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
         self.archive = Archive(self.keeping, self.elections)
@@ -108,6 +121,9 @@ class Enactment:
         """What runs for as long as the peer does."""
         return [
             ("probe", self.probe.run()),
+            ("claims", self.tickets.run()),
+            ("cells", self.owner.run()),
+            ("booth", self.booth.run()),
             ("given", self.home.given.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
@@ -125,5 +141,6 @@ class Enactment:
     async def close(self) -> None:
         await self.executor.close()
         await self.home.close()
+        await self.owner.close()
         await self.keeping.close()
         await asyncio.sleep(0)

@@ -37,6 +37,7 @@ from protocols.messages import (
     Describe,
     Described,
     Done,
+    Grant,
     Inquire,
     Inquired,
     Member,
@@ -47,6 +48,8 @@ from protocols.messages import (
     Reported,
     Reserve,
     ReturnLeases,
+    Room,
+    Ticket,
     Vacancy,
     Work,
 )
@@ -130,6 +133,7 @@ class Executor:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
+        self.on_room: Callable[[], None] = lambda: None  # there may be more than before
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
@@ -178,6 +182,16 @@ class Executor:
             self._wake_reporter(home)
 
     # ----------------------------------------------------------------- admission
+
+    def reserve(self, home: bytes, room: Room) -> Grant:
+        """As if that home had asked for it."""
+        grant = self._admission.reserve(home, room, self._now())
+        self._set_timer()
+        return grant
+
+    def ticket(self) -> Ticket:
+        """What this peer has to offer."""
+        return Ticket(*self._admission.on_offer(self._now()))
 
     def _reserve(self, sender: Contact, message: Reserve) -> Offers:
         now = self._now()
@@ -262,6 +276,7 @@ class Executor:
         if contact is not None:
             self._rpc.tell(contact, Vacancy(free=self._admission.free))
         self._set_timer()
+        self.on_room()
 
     def _set_timer(self) -> None:
         """For what changes by itself. One that is set for earlier stays: it looks again then."""

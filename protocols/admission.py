@@ -96,8 +96,8 @@ class Admission:
         left = max(0, self._config.leases_max - len(self._leases))
         count = min(room.count, left)
         immediate = min(count, slots(self._free, room.needs.capacity))
-        if self._queue and now - self._queue[0].since > self._config.backfill_s_max:
-            immediate = 0  # draining for the unit at the head
+        if self._is_draining(now):
+            immediate = 0
         queued, wait_s = 0, 0.0
         if immediate < count and (room.queue or room.hold):
             queued, wait_s = self._queue_room(room, count - immediate)
@@ -293,6 +293,17 @@ class Admission:
     @property
     def free(self) -> Capacity:
         return self._free
+
+    def on_offer(self, now: float) -> tuple[Capacity, float]:
+        """What `reserve` would grant now: room, and seconds of work that may be queued."""
+        full = self.closed or len(self._leases) >= self._config.leases_max
+        if full or self._is_draining(now):
+            return Capacity(), 0.0
+        return self._free, max(0.0, self._config.queue_s_max - self._backlog_s())
+
+    def _is_draining(self, now: float) -> bool:
+        """For the unit at the head of the queue."""
+        return bool(self._queue) and now - self._queue[0].since > self._config.backfill_s_max
 
     @property
     def leased(self) -> int:

@@ -227,6 +227,50 @@ class Grant(NamedTuple):
     refusal: Text = ""  # why not more
 
 
+class Claim(NamedTuple):
+    """What a home wants of one cell: room for units of the same needs. See strategies/tickets."""
+
+    id: Natural  # the home's own number for it
+    cell: Key
+    needs: Needs
+    wanted: Natural  # units, from the first on: those that were offered count among them
+    offered: Natural = 0  # of those, units that offers of this cell have reached the home for
+    rank_s: Seconds = 0.0  # seconds of work that hang on the first of them
+    waited_s: Seconds = 0.0
+    runtime_s: Seconds | None = None
+    deadline_in_s: float | None = None
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
+    near: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # these hold its inputs
+
+
+class Prospect(NamedTuple):
+    """What a cell says of a claim: how many units it has promised in all, and what it has left."""
+
+    promised: Natural
+    free: Natural = 0  # units that would find room there now
+    others: Natural = 0  # units of other claims that wait there, too
+
+
+class Redemption(NamedTuple):
+    """A claim that meets a ticket: room for so many units is to be offered to that home."""
+
+    home: PeerId
+    claim: Natural
+    cell: Key
+    needs: Needs
+    count: Annotated[int, Field(ge=1, le=100_000)]  # type: ignore[assignment]
+    runtime_s: Seconds | None = None
+    deadline_in_s: float | None = None
+    hold: bool = False
+
+
+class Ticket(NamedTuple):
+    """What a peer has free; and for how many seconds of work there are places in its queue."""
+
+    free: Capacity
+    queue_s: Seconds = 0.0
+
+
 class Entry(NamedTuple):
     """One line of a workflow's journal. `seq` and `epoch` together name it for ever."""
 
@@ -598,3 +642,60 @@ class CopiedBlobs(Message):
     """Those that are here now."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
+
+
+@numbered(50)
+class PostClaims(Message):
+    """To the owner of these claims' cells. One that wants nothing more is withdrawn."""
+
+    claims: Annotated[tuple[Claim, ...], Field(max_length=1000)]
+
+
+@numbered(51)
+class ClaimsPosted(Message):
+    """One for each."""
+
+    prospects: Annotated[tuple[Prospect, ...], Field(max_length=1000)]
+
+
+@numbered(52)
+class PostTicket(Message):
+    cells: Annotated[tuple[Key, ...], Field(min_length=1, max_length=2)]
+    ticket: Ticket
+    # what was to be redeemed and found no room: home, claim, units
+    short: Annotated[tuple[tuple[PeerId, Natural, Natural], ...], Field(max_length=1000)] = ()
+
+
+@numbered(53)
+class TicketPosted(Message):
+    """Redeem these. `wanted_s`: for so long, say when there is room again."""
+
+    redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)] = ()
+    wanted_s: Seconds = 0.0
+
+
+@numbered(54)
+class Redeem(Message):
+    """From a cell's owner, to whom it believes to have room: offer it to these homes."""
+
+    redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)]
+    wanted_s: Seconds
+
+
+@numbered(55)
+class Redeemed(Message):
+    """Units that room was offered for, one number for each; and what is left."""
+
+    offered: tuple[Natural, ...]
+    ticket: Ticket
+
+
+@numbered(56)
+class Offer(Message):
+    """To a home whose claim met this peer's ticket: leases for its units. May be lost: they expire,
+    and the home says again what it wants."""
+
+    claim: Natural
+    cell: Key
+    leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
+    queued: Natural = 0  # how many of them, the last ones, wait in the queue

@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import FrameType
 
 from protocols.config import LAN
+from workflow.model import STRATEGIES
 
 from .loop import run_out
 from .mutants import MUTANTS, applied
@@ -73,6 +74,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             keepers=options.keepers,
             replaced=options.replaced,
             majority_lost_s=options.majority_lost,
+            strategy=options.strategy,
             faults=faults,
             config=CROWD if options.peers >= CROWD_PEERS else LAN,
             mutant=mutant,
@@ -150,6 +152,8 @@ def main() -> int:
     parser.add_argument("--keepers", type=int, default=default.keepers)
     parser.add_argument("--replaced", type=float, default=0.0, help="share of peers, each minute")
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
+    known = [name for name in STRATEGIES if name != "auto"]
+    parser.add_argument("--strategy", choices=known, default=default.strategy)
     names = f"some of {','.join(FAULTS)}; or perish; or none"
     parser.add_argument("--faults", default="", help=names)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")

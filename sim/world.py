@@ -72,6 +72,7 @@ class Plan:
     keepers: int = 3
     replaced: float = 0.0  # of all peers, every minute: one dies for good, a new one comes
     width: int = 6  # of workflows, at most
+    strategy: str = "probe"
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
 
@@ -82,6 +83,8 @@ class Plan:
             value = getattr(self, name)
             if value != getattr(default, name):
                 words.append(f"--{name.replace('_', '-')} {value:g}")
+        if self.strategy != default.strategy:
+            words.append(f"--strategy {self.strategy}")
         if self.faults != FAULTS:
             words.append("--faults " + (",".join(self.faults) or "none"))
         if self.majority_lost_s != default.majority_lost_s:
@@ -423,7 +426,12 @@ class World:
                 }
                 made.append(output)
             above = made
-        return {"name": f"w{number}", "inputs": {"words": {"text": "hello"}}, "tasks": tasks}
+        return {
+            "name": f"w{number}",
+            "strategy": self.plan.strategy,
+            "inputs": {"words": {"text": "hello"}},
+            "tasks": tasks,
+        }
 
     async def _submit(self, number: int) -> None:
         document = self._document(number)

@@ -43,10 +43,10 @@ from ..messages import (
 )
 from ..rpc import CallFailed, Rpc
 from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
+from .here import place_here
 from .waiting import Group, GroupKey, Waiting
 
 GROUPS_PER_ROUND = 32
-HERE_GROUPS_MAX = 4
 
 
 @dataclass(slots=True)
@@ -137,28 +137,16 @@ class Probe:
     # ----------------------------------------------------------------- at home
 
     def _place_here(self) -> None:
-        """A few units where they were submitted, if there is room: on the spot, no messages."""
         me = self._members.me
-        if self._asking or len(self._waiting.groups) > HERE_GROUPS_MAX:
+        if self._asking or self._peer(me).quiet_until > self._now():
             return
-        rows = []
-        now = self._now()
-        for group in self._waiting.groups.values():
-            if group.left > slots(me.capacity, group.needs.capacity):
-                return
-            if unmet(me.capacity, me.traits, group.needs) or self._peer(me).quiet_until > now:
-                return
-            if any(me.contact.id in unit.avoid for _, _, unit in group.heap):
-                return
-            rows.append((group, Room(group.needs, group.left, self._estimate(group.top))))
-        if not rows:
-            return
-        asks = tuple(room for _, room in rows)
-        answer = self._rpc.ask_self(Reserve.of(asks), Offers)
-        if answer is None:
-            return
-        offers, asked = self._answers([(me, rows, answer)])
-        self._assign(offers, asked, {}, {group.key: False for group, _ in rows})
+        placed, short = place_here(
+            self.name, self._waiting, self._rpc, me, self._members.count, self._estimate
+        )
+        if short:
+            self._refused(self._peer(me), self._now())
+        if placed:
+            self._on_placed(placed)
 
     # ----------------------------------------------------------------- a round
 
@@ -347,8 +335,6 @@ class Probe:
                 lease = offer.now.pop(0)
                 if offer.now:
                     heapq.heappush(roomy, (-offer.roominess(), self._rng.random(), offer))
-                if not record.why and record.matching is None:
-                    record.why = "there was room where it was submitted"
                 record.why = record.why or f"most free of {offering} that offered room now"
             else:
                 offer = queues[0]

@@ -1,0 +1,341 @@
+"""`tickets`: a home posts claims to cells; peers whose tickets meet them offer room.
+
+After seed 004: decentralised and cooperative scheduling through a coordination space. `space` says
+where claims and tickets meet, `market` how they are matched, `owner` and `booth` are the two sides
+of a cell. This is the third: the broker.
+
+Rules:
+- One claim for all units of the same needs: a number, not a thousand claims (beyond the paper).
+- Fresh units are first claimed from as many cells as have room for them, by what is known of those,
+  each a part; only what finds no room there waits in all cells at once. So mostly nothing is
+  offered twice; what is, is given back at once, and what waits in vain is withdrawn everywhere.
+- Claims are said again every other second while they wait, to whoever owns the cell by then: a dead
+  owner costs as long as its death takes to be known.
+- Offers may be lost or come late. A lease expires by itself, and the next post says what arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...config import Config
+from ...matching import explain
+from ...members import Members
+from ...messages import (
+    AttemptKey,
+    Capacity,
+    Claim,
+    ClaimsPosted,
+    Contact,
+    Member,
+    Offer,
+    PostClaims,
+    Prospect,
+    ReturnLeases,
+)
+from ...rpc import CallFailed, Rpc
+from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
+from ..here import place_here
+from ..waiting import Group, GroupKey, Waiting
+from .space import Cell, Reach, Space
+
+CLAIMS_PER_MESSAGE = 500
+NEAR_MAX = 8
+
+
+@dataclass(slots=True)
+class _Stall:
+    """One claim's part in one cell."""
+
+    cell: Cell
+    peers: int = 0
+    offered: int = 0  # units whose offers have arrived
+    promised: int = 0  # as the owner says, those among them
+    promised_at: float = 0.0
+    posted: int = 0  # units that the owner was last told to be wanted
+    owner: bytes = b""
+    free: int | None = None  # what it had left; None: nobody knows
+    others: int = 0
+
+    def under_way(self, now: float, patience_s: float) -> int:
+        """Promised, and not here yet; not for ever."""
+        if now - self.promised_at > patience_s:
+            self.promised = self.offered
+        return max(0, self.promised - self.offered)
+
+
+@dataclass(slots=True)
+class _Post:
+    id: int
+    key: GroupKey
+    stalls: dict[bytes, _Stall] = field(default_factory=dict)
+    everywhere: bool = False  # what is left waits in all cells
+
+
+class Tickets:
+    name = "tickets"
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        space: Space,
+        rng: random.Random,
+        config: Config,
+        on_placed: OnPlaced,
+        estimate: Estimate = lambda unit: unit.runtime_s,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rpc = rpc
+        self._members = members
+        self._space = space
+        self._rng = rng
+        self._config = config
+        self._on_placed = on_placed
+        self._estimate = estimate
+        self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True)
+        self._posts: dict[GroupKey, _Post] = {}
+        self._ids: dict[int, _Post] = {}
+        self._next_id = rng.getrandbits(48)
+        self._wake = asyncio.Event()
+        rpc.on(Offer, self._offer)
+        members.listen(self._member_changed)
+
+    # ----------------------------------------------------------------- the interface
+
+    def add(self, units: Iterable[Unit]) -> None:
+        first = not self._waiting
+        grown = self._waiting.add(units, self._now())
+        if first:  # else others of this home wait already, and there is no room here
+            known = self._members.count
+            placed, _ = place_here(
+                self.name, self._waiting, self._rpc, self._members.me, known, self._estimate
+            )
+            if placed:
+                self._on_placed(placed)
+        for group in grown:
+            post = self._posts.get(group.key)
+            if post is not None:
+                post.everywhere = False
+        if self._waiting:
+            self._wake.set()
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None:
+        self._waiting.withdraw(keys)
+        if self._posts:
+            self._wake.set()
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        group = self._waiting.group_of(key)
+        return None if group is None else group.reason
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        """Its ticket says so, where claims of all homes are weighed against each other."""
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        if self._waiting:
+            self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            pause_s = self._config.claim_refresh_s * (0.8 + 0.2 * self._rng.random())
+            try:
+                async with asyncio.timeout(pause_s if self._waiting or self._posts else None):
+                    await self._wake.wait()
+                refresh = False
+            except TimeoutError:
+                refresh = True
+            self._wake.clear()
+            await asyncio.sleep(0)  # what is added in this moment goes along
+            await self._round(refresh)
+
+    # ----------------------------------------------------------------- posting
+
+    async def _round(self, refresh: bool) -> None:
+        self._waiting.regroup()
+        for key in [k for k in self._posts if k not in self._waiting.groups]:
+            self._posts[key].everywhere = False
+        # first the parts that should find room at once, then all that is left, everywhere
+        for _ in range(2):
+            asks: list[tuple[_Post, _Stall, Claim]] = []
+            for post in list(self._posts.values()):
+                if post.key not in self._waiting.groups:
+                    asks += self._withdrawals(post)
+            for group in sorted(self._waiting.groups.values(), key=lambda g: g.heap[0][0]):
+                asks += self._asks(group, refresh)
+            if not asks:
+                return
+            await self._send(asks)
+
+    def _withdrawals(self, post: _Post) -> list[tuple[_Post, _Stall, Claim]]:
+        found = []
+        for stall in post.stalls.values():
+            if stall.posted > stall.offered:
+                stall.posted = stall.offered
+                claim = Claim(post.id, stall.cell.key, post.key[0], stall.offered, stall.offered)
+                found.append((post, stall, claim))
+        if not found:
+            del self._posts[post.key], self._ids[post.id]
+        return found
+
+    def _asks(self, group: Group, refresh: bool) -> list[tuple[_Post, _Stall, Claim]]:
+        reach = self._space.reach(group.needs)[: self._config.claim_cells_max]
+        if not reach:
+            group.reason = explain(self._members.here(), group.needs) or "no peer is here"
+            return []
+        post = self._posts.get(group.key)
+        if post is None:
+            self._next_id += 1
+            post = self._posts[group.key] = _Post(self._next_id, group.key)
+            self._ids[post.id] = post
+        now, patience_s = self._now(), self._config.claim_refresh_s
+        stalls = [self._stall(post, one) for one in reach]
+        coming = {s.cell.key: s.under_way(now, patience_s) for s in post.stalls.values()}
+        need = group.left - sum(coming.values())
+        found = []
+        if need > 0 and not post.everywhere:
+            for stall, one in zip(stalls, reach, strict=True):
+                part = min(need, one.slots if stall.free is None else stall.free)
+                if part:
+                    need -= part
+                    wanted = stall.offered + coming[stall.cell.key] + part
+                    found.append((post, stall, self._claim(post, group, stall, wanted, now)))
+                if not need:
+                    break
+            post.everywhere = True
+            if found:
+                return found
+        if need > 0:
+            for stall in stalls:
+                wanted = stall.offered + coming[stall.cell.key] + need
+                moved = stall.owner != self._space.owner(stall.cell.key)
+                if refresh or moved or stall.posted < wanted:
+                    found.append((post, stall, self._claim(post, group, stall, wanted, now)))
+        self._say(group, post, need)
+        return found
+
+    def _stall(self, post: _Post, one: Reach) -> _Stall:
+        stall = post.stalls.get(one.cell.key)
+        if stall is None:
+            stall = post.stalls[one.cell.key] = _Stall(one.cell)
+        stall.peers = one.peers
+        return stall
+
+    def _claim(self, post: _Post, group: Group, stall: _Stall, wanted: int, now: float) -> Claim:
+        top = group.top
+        near = Counter(peer for _, _, unit in group.heap[:64] for peer in unit.near)
+        return Claim(
+            id=post.id,
+            cell=stall.cell.key,
+            needs=group.needs,
+            wanted=wanted,
+            offered=stall.offered,
+            rank_s=min(1e8, max(0.0, top.rank)),
+            waited_s=max(0.0, now - group.oldest_at),
+            runtime_s=self._estimate(top),
+            deadline_in_s=None if top.deadline_at is None else top.deadline_at - now,
+            avoid=tuple(sorted(group.avoid))[:8],
+            near=tuple(peer for peer, _ in near.most_common(NEAR_MAX)),
+        )
+
+    async def _send(self, asks: list[tuple[_Post, _Stall, Claim]]) -> None:
+        by_owner: dict[bytes, list[tuple[_Post, _Stall, Claim]]] = defaultdict(list)
+        for post, stall, claim in asks:
+            stall.owner = self._space.owner(stall.cell.key)
+            stall.posted = claim.wanted
+            by_owner[stall.owner].append((post, stall, claim))
+        calls = []
+        for owner, rows in by_owner.items():
+            for start in range(0, len(rows), CLAIMS_PER_MESSAGE):
+                calls.append(self._post(owner, rows[start : start + CLAIMS_PER_MESSAGE]))
+        await asyncio.gather(*calls)
+
+    async def _post(self, owner: bytes, rows: list[tuple[_Post, _Stall, Claim]]) -> None:
+        contact = self._members.contact(owner)
+        self.counts["claims"] += len(rows)
+        try:
+            if contact is None:
+                raise CallFailed("it is gone")
+            message = PostClaims.of(tuple(claim for _, _, claim in rows))
+            answer = await self._rpc.call(
+                contact, message, ClaimsPosted, self._config.claim_answer_s
+            )
+        except CallFailed:
+            for _, stall, _ in rows:
+                stall.free, stall.posted = 0, stall.offered  # tried again with the next refresh
+            return
+        now = self._now()
+        for (_, stall, claim), prospect in zip(rows, answer.prospects, strict=False):
+            self._take(stall, claim, prospect, now)
+
+    def _take(self, stall: _Stall, claim: Claim, prospect: Prospect, now: float) -> None:
+        if prospect.promised > stall.promised:
+            stall.promised_at = now
+        stall.promised = max(stall.offered, min(prospect.promised, claim.wanted))
+        stall.free, stall.others = prospect.free, prospect.others
+
+    def _say(self, group: Group, post: _Post, need: int) -> None:
+        peers = sum(stall.peers for stall in post.stalls.values())
+        others = sum(stall.others for stall in post.stalls.values())
+        match = f"{peers} peer{'s match' if peers != 1 else ' matches'}"
+        if need <= 0:
+            group.reason = f"{match}, room was promised for it and is on its way"
+        elif others:
+            group.reason = f"{match}, all busy; its claim waits beside {others} units of others"
+        else:
+            group.reason = f"{match}, all busy; its claim waits for a ticket"
+
+    # ----------------------------------------------------------------- offers
+
+    def _offer(self, sender: Contact, message: Offer) -> None:
+        post = self._ids.get(message.claim)
+        stall = post.stalls.get(message.cell) if post is not None else None
+        if stall is not None:
+            stall.offered += len(message.leases)
+            stall.promised = max(stall.promised, stall.offered)
+        group = self._group_for(post) if post is not None else None
+        placed: list[Placed] = []
+        unused: list[int] = []
+        record = Placement(
+            self.name,
+            [(sender.id, len(message.leases), "")],
+            matching=sum(s.peers for s in post.stalls.values()) if post is not None else None,
+            known=self._members.count,
+            why=f"its claim met a ticket of this peer in cell {stall.cell}" if stall else "",
+        )
+        for lease in message.leases:
+            unit = self._waiting.pop(group, near=sender.id) if group is not None else None
+            if unit is None:
+                unused.append(lease)
+            else:
+                placed.append(Placed(unit, sender, lease, record))
+        self.counts["offers"] += 1
+        self.counts["offered"] += len(message.leases)
+        self.counts["unused"] += len(unused)
+        if unused:
+            self._rpc.tell(sender, ReturnLeases(leases=tuple(unused)))
+        if group is not None:
+            if placed:
+                group.oldest_at = self._now()
+            self._waiting.forget_if_empty(group)
+            if not group.left:
+                self._wake.set()  # nothing more is wanted: say so
+        if placed:
+            self._on_placed(placed)
+
+    def _group_for(self, post: _Post) -> Group | None:
+        """Its own; or, as its units' run times are known by now, another of the same needs."""
+        found = self._waiting.groups.get(post.key)
+        if found is not None:
+            return found
+        needs, _, avoid = post.key
+        return next(
+            (g for g in self._waiting.groups.values() if (g.needs, g.avoid) == (needs, avoid)), None
+        )
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

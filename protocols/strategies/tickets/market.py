@@ -1,0 +1,342 @@
+"""What happens in one cell: claims and tickets, and the matching of one to the other. Pure.
+
+After seed 004, Algorithm 2. Rules:
+- Claims wait in the order of their ranks (seconds of work that hang on them), aged: a second of
+  waiting weighs as much as a second of work, so that none starves. The order of two claims never
+  changes while they wait, so nothing is ever sorted again.
+- A ticket is divided among the claims it meets, the first in order first, until what is free there
+  is used up: no ticket is over-provisioned by its cell. (Only its peer decides, in the end.)
+- Claims of the same needs form a line; a ticket is held against the head of each line, not against
+  each claim: matching takes as long as there are different needs.
+- A claim stands for many units. Numbers are counted from a claim's first unit on, at both ends
+  (`wanted`, `offered`, `matched`): a post that crosses an offer on its way is not met twice.
+- An offer that has not reached its home after a while never will: its units are wanted again.
+- A claim that waits long for room that never comes free at one time (a large need beside a stream
+  of small ones) asks one peer to *hold* a place in its queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+from ...config import Config
+from ...matching import plus, slots, unmet
+from ...messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
+
+ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
+Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
+#: how far down a line a claim is looked for that does not avoid a peer
+LINE_DEPTH = 8
+REDEMPTIONS_MAX = 1000
+
+
+@dataclass(slots=True)
+class _Standing:
+    key: ClaimKey
+    claim: Claim
+    order: float  # the smaller goes first
+    matched: int  # units, from the first on
+    matched_at: float
+    expires_at: float
+    since: float
+    held_at: float = 0.0
+
+    @property
+    def left(self) -> int:
+        return max(0, self.claim.wanted - self.matched)
+
+
+@dataclass(slots=True)
+class _Booked:
+    """A ticket, less what was promised of it since it was posted."""
+
+    member: Member
+    free: Capacity
+    queue_s: float = 0.0
+    heard: bool = True  # False: believed to be idle, because nothing else is known yet
+    meets: dict[Needs, bool] = field(default_factory=dict)
+
+
+class Market:
+    def __init__(self, key: bytes, config: Config, rng: random.Random) -> None:
+        self.key = key
+        self.active_at = 0.0  # when a claim was last here
+        self.tickets: dict[bytes, _Booked] = {}
+        self._config = config
+        self._rng = rng
+        self._claims: dict[ClaimKey, _Standing] = {}
+        self._lines: dict[Needs, list[tuple[float, int, _Standing]]] = {}
+        self._count = 0
+        self._left_before = (-1.0, 0)
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    # ----------------------------------------------------------------- claims
+
+    def post(self, home: bytes, claim: Claim, now: float) -> tuple[Prospect, list[Match]]:
+        """A new claim, or news of one; what it is told, and what it meets at once."""
+        key = (home, claim.id)
+        standing = self._claims.get(key)
+        if claim.wanted <= claim.offered:
+            self._remove(key)
+            return Prospect(claim.offered), []
+        self.active_at = now
+        if standing is not None and standing.claim.needs != claim.needs:
+            self._remove(key)
+            standing = None
+        if standing is None:
+            order = now - claim.waited_s - claim.rank_s
+            expires_at = now + self._config.claim_ttl_s
+            since = now - claim.waited_s
+            standing = _Standing(key, claim, order, claim.offered, now, expires_at, since)
+            self._claims[key] = standing
+            self._line_up(standing)
+        else:
+            if now - standing.matched_at > self._config.claim_refresh_s:
+                standing.matched = claim.offered  # what has not arrived by now never will
+            standing.matched = max(standing.matched, claim.offered)
+            idle = not standing.left
+            standing.claim = claim
+            standing.expires_at = now + self._config.claim_ttl_s
+            if idle and standing.left:  # it was out of its line
+                standing.order = now - claim.waited_s - claim.rank_s
+                standing.since = now - claim.waited_s
+                self._line_up(standing)
+        found = self._serve(standing, now)
+        needs = claim.needs.capacity
+        free = sum(
+            slots(booked.free, needs)
+            for booked in self.tickets.values()
+            if self._meets(booked, claim.needs)
+        )
+        others = max(0, self._all_left(now) - standing.left)
+        return Prospect(standing.matched, free, others), found
+
+    def _all_left(self, now: float) -> int:
+        """Of all claims; for people to read, so it may be a moment old."""
+        at, count = self._left_before
+        if now - at > 0.5:
+            count = sum(standing.left for standing in self._claims.values())
+            self._left_before = now, count
+        return count
+
+    def _line_up(self, standing: _Standing) -> None:
+        self._count += 1
+        line = self._lines.setdefault(standing.claim.needs, [])
+        heapq.heappush(line, (standing.order, self._count, standing))
+
+    def _remove(self, key: ClaimKey) -> None:
+        standing = self._claims.pop(key, None)
+        if standing is not None:  # its place in the line is skipped when it comes up
+            standing.claim = standing.claim._replace(wanted=0)
+
+    def short(self, home: bytes, claim: int, count: int) -> None:
+        """So many units were to be redeemed, and found no room."""
+        standing = self._claims.get((home, claim))
+        if standing is not None and count:
+            idle = not standing.left
+            standing.matched = max(standing.claim.offered, standing.matched - count)
+            if idle and standing.left:
+                self._line_up(standing)
+
+    def forget_home(self, home: bytes) -> None:
+        for key in [key for key in self._claims if key[0] == home]:
+            self._remove(key)
+
+    def expect(self, member: Member) -> None:
+        """It lives here, and has not said anything yet: for the time being, take it for idle."""
+        self.tickets[member.contact.id] = _Booked(member, member.capacity, heard=False)
+
+    def unheard(self) -> list[bytes]:
+        return [peer for peer, booked in self.tickets.items() if not booked.heard]
+
+    def heard(self, peer: bytes) -> None:
+        if peer in self.tickets:
+            self.tickets[peer].heard = True
+
+    def active(self, now: float) -> bool:
+        """Somebody wants something here, or did a moment ago."""
+        return bool(self._claims) or now - self.active_at < self._config.ticket_wanted_s
+
+    # ----------------------------------------------------------------- matching
+
+    def _meets(self, booked: _Booked, needs: Needs) -> bool:
+        """When its peer is idle; asked again and again for few different needs."""
+        found = booked.meets.get(needs)
+        if found is None:
+            if len(booked.meets) >= 256:
+                booked.meets.clear()
+            found = not unmet(booked.member.capacity, booked.member.traits, needs)
+            booked.meets[needs] = found
+        return found
+
+    def _ahead(self, booked: _Booked, claim: Claim) -> int:
+        """Units that may wait in its queue: of those whose run time is known, a little work."""
+        if claim.runtime_s is None or booked.queue_s <= 0:
+            return 0
+        return int(booked.queue_s / max(1e-5, _share_s(booked, claim)))
+
+    def _avoids(self, standing: _Standing, peer: bytes, now: float) -> bool:
+        patient = now - standing.since < self._config.ticket_hold_after_s
+        return patient and peer in standing.claim.avoid
+
+    def _give(
+        self, standing: _Standing, booked: _Booked, count: int, queued: int, now: float
+    ) -> Match:
+        claim = standing.claim
+        if count:
+            booked.free = plus(booked.free, claim.needs.capacity, -count)
+        if queued:
+            booked.queue_s = max(0.0, booked.queue_s - queued * _share_s(booked, claim))
+        standing.matched += count + queued
+        standing.matched_at = now
+        return booked.member.contact.id, self._redemption(standing, count + queued)
+
+    def _redemption(self, standing: _Standing, count: int, hold: bool = False) -> Redemption:
+        claim = standing.claim
+        return Redemption(
+            standing.key[0],
+            claim.id,
+            claim.cell,
+            claim.needs,
+            count,
+            claim.runtime_s,
+            claim.deadline_in_s,
+            hold,
+        )
+
+    def _serve(self, standing: _Standing, now: float) -> list[Match]:
+        """A claim against all tickets: first who holds its inputs, then who has the most free."""
+        if not standing.left:
+            return []
+        claim = standing.claim
+        needs = claim.needs.capacity
+        fitting = [
+            booked
+            for peer, booked in self.tickets.items()
+            if self._meets(booked, claim.needs) and not self._avoids(standing, peer, now)
+        ]
+        given: dict[bytes, list[int]] = {}  # immediate, queued
+        open_now = [self._place(b, claim) for b in fitting if slots(b.free, needs)]
+        heapq.heapify(open_now)
+        left = standing.left
+        free = {b.member.contact.id: slots(b.free, needs) for b in fitting}
+        while left and open_now:
+            far, load, luck, peer = heapq.heappop(open_now)
+            given.setdefault(peer, [0, 0])[0] += 1
+            left -= 1
+            free[peer] -= 1
+            if free[peer]:
+                share = 1 / max(1, slots(self.tickets[peer].member.capacity, needs))
+                heapq.heappush(open_now, (far, load + share, luck, peer))
+        queues = [b for b in fitting if self._ahead(b, claim)] if left else []
+        for index, booked in enumerate(queues):
+            fair = -(-left // (len(queues) - index))
+            count = min(left, fair, self._ahead(booked, claim))
+            given.setdefault(booked.member.contact.id, [0, 0])[1] += count
+            left -= count
+        return [
+            self._give(standing, self.tickets[peer], now_count, queued, now)
+            for peer, (now_count, queued) in given.items()
+        ]
+
+    def _place(self, booked: _Booked, claim: Claim) -> tuple[bool, float, float, bytes]:
+        peer, needs = booked.member.contact.id, claim.needs.capacity
+        load = 1 - slots(booked.free, needs) / max(1, slots(booked.member.capacity, needs))
+        return peer not in claim.near, load, self._rng.random(), peer
+
+    def ticket(self, member: Member, ticket: Ticket, now: float) -> list[Redemption]:
+        """What a peer has now; what it is to redeem of it."""
+        peer = member.contact.id
+        known = self.tickets.get(peer)
+        if known is None or known.member is not member:
+            known = self.tickets[peer] = _Booked(member, ticket.free)
+        known.free, known.queue_s = ticket.free, ticket.queue_s
+        rows: list[Redemption] = []
+        for queued in (False, True):
+            while len(rows) < REDEMPTIONS_MAX:
+                standing = self._first(known, queued, now)
+                if standing is None:
+                    break
+                count = min(standing.left, self._room(known, standing.claim, queued))
+                split = (0, count) if queued else (count, 0)
+                rows.append(self._give(standing, known, *split, now)[1])
+        return _merged(rows)
+
+    def _room(self, booked: _Booked, claim: Claim, queued: bool) -> int:
+        return self._ahead(booked, claim) if queued else slots(booked.free, claim.needs.capacity)
+
+    def _first(self, booked: _Booked, queued: bool, now: float) -> _Standing | None:
+        """Of the claims that a ticket meets and has room for."""
+        peer = booked.member.contact.id
+        best: tuple[float, int, _Standing] | None = None
+        for needs in list(self._lines):
+            if not self._meets(booked, needs):
+                continue
+            head = self._head(needs, peer, now)
+            if head is None or (best is not None and head[:2] >= best[:2]):
+                continue
+            if self._room(booked, head[2].claim, queued):
+                best = head
+        return None if best is None else best[2]
+
+    def _head(self, needs: Needs, peer: bytes, now: float) -> tuple[float, int, _Standing] | None:
+        line = self._lines[needs]
+        while line and not line[0][2].left:
+            heapq.heappop(line)
+        if not line:
+            del self._lines[needs]
+            return None
+        if not self._avoids(line[0][2], peer, now):
+            return line[0]
+        few = heapq.nsmallest(LINE_DEPTH, line)
+        return next((e for e in few if e[2].left and not self._avoids(e[2], peer, now)), None)
+
+    # ----------------------------------------------------------------- as time goes by
+
+    def tick(self, now: float) -> list[Match]:
+        """Claims whose home does not say any more that it wants them go; old ones ask for holds."""
+        for key in [key for key, s in self._claims.items() if s.expires_at <= now]:
+            self._remove(key)
+        found: list[Match] = []
+        for standing in list(self._claims.values()):
+            waited_s = now - max(standing.since, standing.held_at)
+            if not standing.left or waited_s < self._config.ticket_hold_after_s:
+                continue
+            fitting = [b for b in self.tickets.values() if self._meets(b, standing.claim.needs)]
+            if fitting and not any(slots(b.free, standing.claim.needs[0]) for b in fitting):
+                chosen = self._rng.choice(fitting)
+                standing.held_at = now
+                standing.matched += 1
+                standing.matched_at = now
+                peer = chosen.member.contact.id
+                found.append((peer, self._redemption(standing, 1, hold=True)))
+        return found
+
+    def sanity_check(self) -> None:
+        for booked in self.tickets.values():
+            assert min(booked.free) >= 0, "a ticket was promised away twice"
+        for standing in self._claims.values():
+            lined = self._lines.get(standing.claim.needs, [])
+            assert not standing.left or any(e[2] is standing for e in lined), (
+                "a claim is in no line"
+            )
+
+
+def _share_s(booked: _Booked, claim: Claim) -> float:
+    """Of its peer's time, what one unit takes."""
+    needs = max(1, claim.needs.capacity.millicores)
+    return (claim.runtime_s or 0.0) * needs / max(1, booked.member.capacity.millicores)
+
+
+def _merged(rows: list[Redemption]) -> list[Redemption]:
+    """What goes to one claim now and what goes to its queue, as one."""
+    found: dict[ClaimKey, Redemption] = {}
+    for row in rows:
+        before = found.get((row.home, row.claim))
+        count = row.count + (before.count if before is not None else 0)
+        found[row.home, row.claim] = row._replace(count=count)
+    return list(found.values())

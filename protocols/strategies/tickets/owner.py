@@ -1,0 +1,203 @@
+"""The owner of cells: takes claims and tickets, and tells tickets' peers what to redeem.
+
+Every peer is one, for the cells whose control points are closest to its id. Rules:
+- A cell where nobody wants anything is silent: no ticket is posted to it. The first claim wakes it:
+  its owner knows from the members who lives there, takes them for idle, and asks them to redeem
+  what that gives; each answers with what it really has, and says from then on when it has more.
+- A ticket is not matched while its peer has not yet answered what it was to redeem before: what it
+  says meanwhile may be older than that.
+- Nothing here is on disk, or copied: a cell whose owner dies begins anew at the next closest peer,
+  with what homes and peers post there as soon as they hear of the death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+
+from ...config import Config
+from ...members import Members, State
+from ...messages import (
+    Capacity,
+    ClaimsPosted,
+    Contact,
+    Member,
+    PostClaims,
+    PostTicket,
+    Redeem,
+    Redeemed,
+    Redemption,
+    Ticket,
+    TicketPosted,
+)
+from ...rpc import CallFailed, Refused, Rpc
+from .market import Market, Match
+from .space import Space
+
+TICK_S = 0.5
+MARKETS_MAX = 4096
+
+
+class Owner:
+    def __init__(
+        self, rpc: Rpc, members: Members, space: Space, rng: random.Random, config: Config
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.markets: dict[bytes, Market] = {}
+        self._rpc = rpc
+        self._members = members
+        self._space = space
+        self._rng = rng
+        self._config = config
+        self._asked: set[tuple[bytes, bytes]] = set()  # cell and peer: an answer is on its way
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._some = asyncio.Event()
+        rpc.on(PostClaims, self._post_claims)
+        rpc.on(PostTicket, self._post_ticket)
+        members.listen(self._member_changed)
+
+    # ----------------------------------------------------------------- claims
+
+    def _post_claims(self, sender: Contact, message: PostClaims) -> ClaimsPosted:
+        now = self._now()
+        count = sum(map(len, self.markets.values())) if len(message.claims) else 0
+        if count + len(message.claims) > self._config.claims_max:
+            raise Refused("overload", "this peer has more claims than it can see to")
+        prospects = []
+        matches: dict[bytes, list[Match]] = defaultdict(list)
+        for claim in message.claims:
+            market = self.markets.get(claim.cell)
+            if market is None and claim.wanted > claim.offered:
+                market = self._open(claim.cell)
+            if market is None:
+                market = Market(claim.cell, self._config, self._rng)  # it wants nothing: forgotten
+            prospect, found = market.post(sender.id, claim, now)
+            prospects.append(prospect)
+            matches[claim.cell].extend(found)
+        self.counts["claims"] += len(message.claims)
+        for cell, found in matches.items():
+            self._redeem(cell, found)
+        return ClaimsPosted.of(tuple(prospects))
+
+    def _open(self, cell: bytes) -> Market:
+        if len(self.markets) >= MARKETS_MAX:
+            raise Refused("overload", "this peer has more cells than it can see to")
+        market = self.markets[cell] = Market(cell, self._config, self._rng)
+        self._some.set()
+        if self._config.ticket_on_change:
+            for member in self._space.members_of(cell):
+                if member.state == State.ALIVE:
+                    market.expect(member)
+        return market
+
+    # ----------------------------------------------------------------- tickets
+
+    def _post_ticket(self, sender: Contact, message: PostTicket) -> TicketPosted:
+        now = self._now()
+        self.counts["tickets"] += 1
+        member = self._members.get(sender.id)
+        rows: list[Redemption] = []
+        wanted_s = 0.0
+        ticket = message.ticket
+        for cell in message.cells:
+            market = self.markets.get(cell)
+            if market is None and not self._config.ticket_on_change:
+                market = self._open(cell)
+            if market is None or member is None:
+                continue
+            for home, claim, count in message.short:
+                market.short(home, claim, count)
+            wanted_s = max(wanted_s, self._wanted_s(market, now))
+            if (cell, sender.id) not in self._asked:
+                rows += market.ticket(member, ticket, now)
+                ticket = Ticket(market.tickets[sender.id].free, market.tickets[sender.id].queue_s)
+        self.counts["notifications"] += sum(row.count for row in rows)
+        return TicketPosted.of(tuple(rows), wanted_s)
+
+    def _wanted_s(self, market: Market, now: float) -> float:
+        return max(0.0, market.active_at + self._config.ticket_wanted_s - now)
+
+    def _redeem(self, cell: bytes, found: list[Match]) -> None:
+        """Ask those that were matched; and those of whom nothing has been heard yet."""
+        market = self.markets.get(cell)
+        by_peer: dict[bytes, list[Redemption]] = defaultdict(list)
+        for peer, row in found:
+            by_peer[peer].append(row)
+        for peer, rows in by_peer.items():
+            self._spawn(self._ask(cell, peer, tuple(rows)))
+        if market is not None and self._config.ticket_on_change:
+            for peer in market.unheard():
+                if peer not in by_peer:
+                    self._spawn(self._ask(cell, peer, ()))
+
+    async def _ask(self, cell: bytes, peer: bytes, rows: tuple[Redemption, ...]) -> None:
+        """Until there is nothing more for it to redeem."""
+        while True:
+            market, contact = self.markets.get(cell), self._members.contact(peer)
+            if market is None or contact is None:
+                return
+            self._asked.add((cell, peer))
+            market.heard(peer)
+            self.counts["redeems"] += 1
+            self.counts["notifications"] += sum(row.count for row in rows)
+            message = Redeem.of(rows, self._wanted_s(market, self._now()))
+            try:
+                answer = await self._rpc.call(
+                    contact, message, Redeemed, self._config.claim_answer_s
+                )
+            except CallFailed:
+                answer = None
+            finally:
+                self._asked.discard((cell, peer))
+            offered = 0
+            for index, row in enumerate(rows):
+                done = answer.offered[index] if answer and index < len(answer.offered) else 0
+                offered += done
+                market.short(row.home, row.claim, row.count - min(done, row.count))
+            member = self._members.get(peer)
+            if answer is None or member is None:
+                market.tickets.pop(peer, None)
+                return
+            if rows and not offered:  # whatever it says: it has nothing for these
+                answer = Redeemed.of((), Ticket(Capacity()))
+            rows = tuple(market.ticket(member, answer.ticket, self._now()))
+            if not rows:
+                return
+
+    # ----------------------------------------------------------------- as time goes by
+
+    async def run(self) -> None:
+        while True:
+            await self._some.wait()
+            await asyncio.sleep(TICK_S)
+            now = self._now()
+            for cell, market in list(self.markets.items()):
+                self._redeem(cell, market.tick(now))
+                if not market.active(now):
+                    del self.markets[cell]
+            if not self.markets:
+                self._some.clear()
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        if not self.markets:
+            return
+        anew = old is not None and old.boot != new.boot
+        for market in self.markets.values():
+            if new.state >= State.DEAD or anew:
+                market.forget_home(new.contact.id)
+            if new.state != State.ALIVE or anew:
+                market.tickets.pop(new.contact.id, None)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
