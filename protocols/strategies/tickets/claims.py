@@ -6,9 +6,9 @@ of a cell. This is the third: the broker.
 
 Rules:
 - One claim for all units of the same needs: a number, not a thousand claims (beyond the paper).
-- Fresh units are first claimed from as many cells as have room for them, by what is known of those,
-  each a part; only what finds no room there waits in all cells at once. So mostly nothing is
-  offered twice; what is, is given back at once, and what waits in vain is withdrawn everywhere.
+- Fresh units are claimed from one cell after the other, from as many at a time as should have room
+  for them together; only what finds no room anywhere waits in all cells at once. So mostly nothing
+  is offered twice; what is, is given back at once, and the rest is withdrawn everywhere.
 - Claims are said again every other second while they wait, to whoever owns the cell by then: a dead
   owner costs as long as its death takes to be known.
 - Offers may be lost or come late. A lease expires by itself, and the next post says what arrived.
@@ -45,6 +45,9 @@ from .space import Cell, Reach, Space
 
 CLAIMS_PER_MESSAGE = 500
 NEAR_MAX = 8
+#: what a cell has free is remembered for so long
+KNOWN_S = 0.5
+CELLS_KNOWN_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -58,7 +61,6 @@ class _Stall:
     promised_at: float = 0.0
     posted: int = 0  # units that the owner was last told to be wanted
     owner: bytes = b""
-    free: int | None = None  # what it had left; None: nobody knows
     others: int = 0
 
     def under_way(self, now: float, patience_s: float) -> int:
@@ -73,7 +75,7 @@ class _Post:
     id: int
     key: GroupKey
     stalls: dict[bytes, _Stall] = field(default_factory=dict)
-    everywhere: bool = False  # what is left waits in all cells
+    tried: set[bytes] = field(default_factory=set)  # cells, for what was added last
 
 
 class Tickets:
@@ -100,6 +102,7 @@ class Tickets:
         self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True)
         self._posts: dict[GroupKey, _Post] = {}
         self._ids: dict[int, _Post] = {}
+        self._free: dict[bytes, tuple[int, float]] = {}  # cell → millicores, as of when
         self._next_id = rng.getrandbits(48)
         self._wake = asyncio.Event()
         rpc.on(Offer, self._offer)
@@ -120,7 +123,7 @@ class Tickets:
         for group in grown:
             post = self._posts.get(group.key)
             if post is not None:
-                post.everywhere = False
+                post.tried.clear()
         if self._waiting:
             self._wake.set()
 
@@ -157,10 +160,7 @@ class Tickets:
 
     async def _round(self, refresh: bool) -> None:
         self._waiting.regroup()
-        for key in [k for k in self._posts if k not in self._waiting.groups]:
-            self._posts[key].everywhere = False
-        # first the parts that should find room at once, then all that is left, everywhere
-        for _ in range(2):
+        for _ in range(self._config.claim_cells_max + 2):  # each cell in turn, then all
             asks: list[tuple[_Post, _Stall, Claim]] = []
             for post in list(self._posts.values()):
                 if post.key not in self._waiting.groups:
@@ -170,6 +170,7 @@ class Tickets:
             if not asks:
                 return
             await self._send(asks)
+            refresh = False
 
     def _withdrawals(self, post: _Post) -> list[tuple[_Post, _Stall, Claim]]:
         found = []
@@ -197,18 +198,19 @@ class Tickets:
         coming = {s.cell.key: s.under_way(now, patience_s) for s in post.stalls.values()}
         need = group.left - sum(coming.values())
         found = []
-        if need > 0 and not post.everywhere:
-            for stall, one in zip(stalls, reach, strict=True):
-                part = min(need, one.slots if stall.free is None else stall.free)
+        part_left = need
+        for stall, one in zip(stalls, reach, strict=True):
+            if part_left <= 0:
+                break
+            if stall.cell.key not in post.tried:
+                post.tried.add(stall.cell.key)
+                part = min(part_left, self._guess(stall.cell.key, group, one.slots, now))
                 if part:
-                    need -= part
+                    part_left -= part
                     wanted = stall.offered + coming[stall.cell.key] + part
                     found.append((post, stall, self._claim(post, group, stall, wanted, now)))
-                if not need:
-                    break
-            post.everywhere = True
-            if found:
-                return found
+        if found:
+            return found
         if need > 0:
             for stall in stalls:
                 wanted = stall.offered + coming[stall.cell.key] + need
@@ -217,6 +219,13 @@ class Tickets:
                     found.append((post, stall, self._claim(post, group, stall, wanted, now)))
         self._say(group, post, need)
         return found
+
+    def _guess(self, cell: bytes, group: Group, most: int, now: float) -> int:
+        """Units that should find room there: as was heard a moment ago, else all it ever has."""
+        millicores, at = self._free.get(cell, (0, -1.0))
+        if now - at > KNOWN_S:
+            return most
+        return millicores // max(1, group.needs.capacity.millicores)
 
     def _stall(self, post: _Post, one: Reach) -> _Stall:
         stall = post.stalls.get(one.cell.key)
@@ -266,7 +275,7 @@ class Tickets:
             )
         except CallFailed:
             for _, stall, _ in rows:
-                stall.free, stall.posted = 0, stall.offered  # tried again with the next refresh
+                stall.posted = stall.offered  # tried again with the next refresh
             return
         now = self._now()
         for (_, stall, claim), prospect in zip(rows, answer.prospects, strict=False):
@@ -276,7 +285,11 @@ class Tickets:
         if prospect.promised > stall.promised:
             stall.promised_at = now
         stall.promised = max(stall.offered, min(prospect.promised, claim.wanted))
-        stall.free, stall.others = prospect.free, prospect.others
+        stall.others = prospect.others
+        if len(self._free) >= CELLS_KNOWN_MAX:
+            self._free.clear()
+        millicores = prospect.free * claim.needs.capacity.millicores
+        self._free[stall.cell.key] = (millicores, now)
 
     def _say(self, group: Group, post: _Post, need: int) -> None:
         peers = sum(stall.peers for stall in post.stalls.values())

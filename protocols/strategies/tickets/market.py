@@ -105,7 +105,8 @@ class Market:
                 standing.order = now - claim.waited_s - claim.rank_s
                 standing.since = now - claim.waited_s
                 self._line_up(standing)
-        found = self._serve(standing, now)
+        # (the paper's claims wait for the next ticket, whatever the last ones had left)
+        found = self._serve(standing, now) if self._config.ticket_on_change else []
         needs = claim.needs.capacity
         free = sum(
             slots(booked.free, needs)
@@ -209,7 +210,7 @@ class Market:
         )
 
     def _serve(self, standing: _Standing, now: float) -> list[Match]:
-        """A claim against all tickets: first who holds its inputs, then who has the most free."""
+        """A claim against all tickets: see `_place` for their order."""
         if not standing.left:
             return []
         claim = standing.claim
@@ -225,13 +226,13 @@ class Market:
         left = standing.left
         free = {b.member.contact.id: slots(b.free, needs) for b in fitting}
         while left and open_now:
-            far, load, luck, peer = heapq.heappop(open_now)
+            far, slow, load, luck, peer = heapq.heappop(open_now)
             given.setdefault(peer, [0, 0])[0] += 1
             left -= 1
             free[peer] -= 1
             if free[peer]:
                 share = 1 / max(1, slots(self.tickets[peer].member.capacity, needs))
-                heapq.heappush(open_now, (far, load + share, luck, peer))
+                heapq.heappush(open_now, (far, slow, load + share, luck, peer))
         queues = [b for b in fitting if self._ahead(b, claim)] if left else []
         for index, booked in enumerate(queues):
             fair = -(-left // (len(queues) - index))
@@ -243,10 +244,12 @@ class Market:
             for peer, (now_count, queued) in given.items()
         ]
 
-    def _place(self, booked: _Booked, claim: Claim) -> tuple[bool, float, float, bytes]:
+    def _place(self, booked: _Booked, claim: Claim) -> tuple[bool, float, float, float, bytes]:
+        """Where it has its inputs; where it ends first; where most is free."""
         peer, needs = booked.member.contact.id, claim.needs.capacity
         load = 1 - slots(booked.free, needs) / max(1, slots(booked.member.capacity, needs))
-        return peer not in claim.near, load, self._rng.random(), peer
+        speed = round(4 * booked.member.traits.speed)
+        return peer not in claim.near, -speed, load, self._rng.random(), peer
 
     def ticket(self, member: Member, ticket: Ticket, now: float) -> list[Redemption]:
         """What a peer has now; what it is to redeem of it."""

@@ -153,7 +153,7 @@ class Space:
         return [m for m in here if any(cell.key == key for cell in self.cells_of(m))]
 
     def reach(self, needs: Needs) -> list[Reach]:
-        """The cells of a claim, those with the most room first."""
+        """The cells of a claim: the fast ones first, of those the ones with the most room."""
         found = self._reaches.get(needs)
         if found is None:
             rooms: dict[Cell, tuple[int, int]] = {}
@@ -163,7 +163,7 @@ class Space:
                     room, peers = rooms.get(cell, (0, 0))
                     rooms[cell] = room + slots(member.capacity, needs.capacity), peers + 1
             found = [Reach(cell, room, peers) for cell, (room, peers) in rooms.items()]
-            found.sort(key=lambda r: (-r.slots, r.cell))
+            found.sort(key=lambda r: (-r.cell.coordinates[1], -r.slots, r.cell))
             if len(self._reaches) >= 1000:
                 self._reaches.clear()
             self._reaches[needs] = found

@@ -1,0 +1,1 @@
+"""Seed 004: cooperative and decentralised scheduling. `python -m bench.papers.tickets`."""

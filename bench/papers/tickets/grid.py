@@ -1,0 +1,380 @@
+"""A grid of sites on the simulator: Valence's own strategies, admission and calls; tasks are timers.
+
+Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
+number of processors, their speed, architecture and operating system. What the paper does not say is
+chosen here and fixed: processors are spread log-uniformly from 1 to 250 (its Table 5 asks for such a
+spread), speeds evenly from 500 to 3,000 MIPS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from protocols.admission import Admission
+from protocols.config import LAN, Config
+from protocols.messages import (
+    AttemptKey,
+    Capacity,
+    Commit,
+    Committed,
+    Contact,
+    Member,
+    Needs,
+    Offers,
+    Reserve,
+    ReturnLeases,
+    Ticket,
+    Traits,
+    Work,
+)
+from protocols.rpc import Rpc
+from protocols.members import Members
+from protocols.strategies.tickets.booth import Booth
+from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.owner import Owner
+from protocols.strategies.tickets.space import Space
+from protocols.strategy import Placed, Placement, Strategy, Unit
+from sim.loop import run_out
+from sim.network import Network
+
+ARCHITECTURES = ("intel", "intel", "intel", "sparc")
+SYSTEMS = ("linux", "linux", "linux", "solaris")
+SPEED = 1000.0  # MIPS of a peer of speed 1
+MI = (50_000, 500_000)
+FORKS = 5
+PROCESSORS_MAX = 250
+VIRTUAL_S_MAX = 2e6
+
+#: as in the paper: 4 dimensions (processors, speed, architecture, system), f_min = 4
+GRID = replace(
+    LAN,
+    cell_cores=(4, 16, 64),
+    cell_speeds=(1.0, 1.6, 2.3),
+    cell_memory_gib=(),
+    cell_words=4,
+    claim_refresh_s=60.0,  # nobody dies here
+    claim_ttl_s=10_000.0,
+    ticket_refresh_s=600.0,
+    ticket_wanted_s=100_000.0,
+    ticket_hold_after_s=1e9,
+    queue_s_max=0.0,
+    lease_ttl_s=60.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    tasks: int = 100  # of each workflow
+    mode: str = "tickets"  # tickets, interval, centralised, non-cooperative
+    interval_s: float = 300.0  # between tickets, in the mode that has them
+    sites: int = 100
+    seed: int = 1
+
+    def config(self) -> Config:
+        if self.mode == "interval":
+            return replace(GRID, ticket_on_change=False, ticket_refresh_s=self.interval_s)
+        if self.mode == "centralised":  # one cell, so one owner
+            return replace(GRID, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6)
+        if self.mode == "non-cooperative":
+            return replace(GRID, queue_s_max=1e12, queue_units_max=10**9, patience_s=1e12)
+        return GRID
+
+
+@dataclass(slots=True)
+class Result:
+    makespan_s: float = 0.0  # mean over workflows
+    delay_s: float = 0.0  # coordination: from ready to placed, mean over tasks
+    waiting_s: float = 0.0  # from ready to running
+    response_s: float = 0.0
+    notifications: float = 0.0  # per task
+    claims: int = 0
+    tickets: int = 0
+    messages: int = 0
+    tasks: int = 0
+    per_processor: list[float] = field(default_factory=list)
+
+    def quartiles(self) -> tuple[float, float, float, float, float]:
+        found = sorted(self.per_processor)
+        q1, median, q3 = statistics.quantiles(found, n=4)
+        return found[0], q1, median, q3, found[-1]
+
+
+class FirstMatch:
+    """Non-cooperative: all ready tasks of a broker go to the first resource that matches."""
+
+    name = "first match"
+
+    def __init__(self, rpc: Rpc, members: Members, rng: random.Random, on_placed: Any) -> None:
+        self._rpc, self._members, self._rng, self._on_placed = rpc, members, rng, on_placed
+        self._units: asyncio.Queue[list[Unit]] = asyncio.Queue()
+
+    def add(self, units: Any) -> None:
+        self._units.put_nowait(list(units))
+
+    async def run(self) -> None:
+        from protocols.matching import unmet
+        from protocols.messages import Room
+
+        while True:
+            units = await self._units.get()
+            fitting = [
+                m for m in self._members.here() if not unmet(m.capacity, m.traits, units[0].needs)
+            ]
+            first = self._rng.choice(fitting)
+            # as many as fit into a message at a time
+            for start in range(0, len(units), 500):
+                part = units[start : start + 500]
+                room = Room(part[0].needs, len(part), 1.0, None, True)
+                answer = await self._rpc.call(first.contact, Reserve(asks=(room,)), Offers, 60.0)
+                leases = answer.grants[0].leases
+                assert len(leases) == len(part), answer.grants[0].refusal
+                record = Placement(self.name)
+                self._on_placed(
+                    [Placed(u, first.contact, x, record) for u, x in zip(part, leases, strict=True)]
+                )
+
+
+class Site:
+    """A broker and a resource, as one peer is."""
+
+    def __init__(self, grid: Grid, index: int, member: Member, everybody: list[Member]) -> None:
+        self.grid = grid
+        self.member = member
+        self.executed = 0
+        self.rng = random.Random(f"{grid.plan.seed} site {index}")
+        config = grid.config
+        wire = grid.network.wire(member.contact)
+        self.rpc = wire.rpc = Rpc(member.contact, wire, self.rng, config)
+        self.members = Members(member, config)
+        for other in everybody:
+            self.members.apply(other, 0.0)
+        self.admission = Admission(member.capacity, member.traits, config)
+        self.rpc.on(Reserve, self._reserve)
+        self.rpc.on(ReturnLeases, self._return_leases)
+        self.rpc.on(Commit, self._commit)
+        self.works: list[Any] = []
+        self.strategy: Strategy | FirstMatch
+        self.booth: Booth | None = None
+        self.owner: Owner | None = None
+        if grid.plan.mode == "non-cooperative":
+            self.strategy = FirstMatch(self.rpc, self.members, self.rng, self.placed)
+            self.works = [self.strategy.run()]
+        else:
+            space = Space(self.members, config)
+            self.owner = Owner(self.rpc, self.members, space, self.rng, config)
+            self.strategy = Tickets(
+                self.rpc, self.members, space, self.rng, config, self.placed, self.estimate
+            )
+            self.booth = Booth(
+                self.rpc, self.members, space, self.rng, config, self.reserve, self.ticket
+            )
+            self.works = [self.strategy.run(), self.owner.run(), self.booth.run()]
+
+    # as a resource
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def reserve(self, home: bytes, room: Any) -> Any:
+        return self.admission.reserve(home, room, self.now())
+
+    def ticket(self) -> Ticket:
+        return Ticket(*self.admission.on_offer(self.now()))
+
+    def _reserve(self, sender: Contact, message: Reserve) -> Offers:
+        grants = tuple(self.reserve(sender.id, room) for room in message.asks)
+        return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
+
+    def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
+        self.admission.give_back(sender.id, message.leases)
+        self._more()
+
+    def _commit(self, sender: Contact, message: Commit) -> Committed:
+        refused = []
+        for work in message.works:
+            verdict = self.admission.commit(sender.id, work.lease, work.key, self.now())
+            if verdict == "run":
+                self._begin(work.key)
+            elif verdict != "wait":
+                refused.append((work.key, verdict))
+        self._more()
+        return Committed(refused=tuple(refused))
+
+    def _begin(self, key: AttemptKey) -> None:
+        self.executed += 1
+        self.grid.began(key, self.now())
+        runtime_s = self.grid.size(key) / (SPEED * self.member.traits.speed)
+        asyncio.get_running_loop().call_later(runtime_s, self._end, key)
+
+    def _end(self, key: AttemptKey) -> None:
+        self.admission.release(key)
+        self.grid.ended(key, self.now())
+        self._more()
+
+    def _more(self) -> None:
+        for key in self.admission.starts(self.now()):
+            self._begin(key)  # type: ignore[arg-type]
+        if self.booth is not None:
+            self.booth.changed()
+
+    # as a broker
+
+    def estimate(self, unit: Unit) -> float | None:
+        return None
+
+    def placed(self, batch: list[Placed]) -> None:
+        by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
+        for one in batch:
+            self.grid.placed(one.unit.key, self.now())
+            work = Work(one.unit.key, one.lease, one.unit.needs, command=("work",))
+            by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+        for contact, works in by_peer.values():
+            self.grid.spawn(self._send(contact, works))
+
+    async def _send(self, contact: Contact, works: list[Work]) -> None:
+        answer = await self.rpc.call(contact, Commit(works=tuple(works)), Committed, 30.0)
+        for key, _ in answer.refused:
+            again = key._replace(number=key.number + 1)
+            self.grid.again(key, again)
+            self.strategy.add([self.grid.unit(self, again)])
+
+
+class Grid:
+    def __init__(self, plan: Experiment) -> None:
+        self.plan = plan
+        self.config = plan.config()
+        self.network = Network(plan.seed)
+        rng = self.rng = random.Random(f"grid {plan.seed}")
+        everybody = []
+        for index in range(plan.sites):
+            id = random.Random(f"site {index}").randbytes(20)
+            contact = Contact(id, f"10.0.{index // 250}.{index % 250}", 7000)
+            processors = round(PROCESSORS_MAX ** rng.random())
+            speed = rng.uniform(0.5, 3.0)
+            traits = Traits(rng.choice(ARCHITECTURES), rng.choice(SYSTEMS), "site", speed)
+            everybody.append(
+                Member(contact, "http://x", Capacity(1000 * processors, 2**40), traits)
+            )
+        self.sites = [Site(self, i, m, everybody) for i, m in enumerate(everybody)]
+        self.ready_at: dict[str, float] = {}
+        self.sizes: dict[str, float] = {}
+        self.sums: Counter[str] = Counter()
+        self.left: dict[int, list[list[str]]] = {}
+        self.running: dict[int, int] = {}
+        self.makespans: list[float] = []
+        self.over = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # what each broker's tasks need: something that some resource has
+        self.needs = []
+        for _ in range(plan.sites):
+            like = rng.choice(everybody)
+            slowest = rng.uniform(0.5, like.traits.speed)
+            self.needs.append(
+                Needs(Capacity(1000), like.traits.arch, like.traits.os, None, slowest)
+            )
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def levels(self) -> list[int]:
+        """Forks between single tasks; as wide as their number asks for."""
+        wide = self.plan.tasks - FORKS - 1
+        widths = [wide // FORKS + (i < wide % FORKS) for i in range(FORKS)]
+        return [1, *(w for width in widths for w in (width, 1))]
+
+    # a task's key: workflow = its broker's number, task = its own
+
+    def unit(self, site: Site, key: AttemptKey) -> Unit:
+        broker = int(key.workflow)
+        # upward rank: the levels that come after it, each as long as a task of mean size
+        rank = (2 * FORKS + 1 - int(key.task.split(".")[0])) * sum(MI) / 2 / SPEED
+        return Unit(key, self.needs[broker], rank)
+
+    def size(self, key: AttemptKey) -> float:
+        return self.sizes[f"{key.workflow}/{key.task}"]
+
+    def begin_level(self, broker: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self.left[broker]:
+            self.makespans.append(now)
+            if len(self.makespans) == self.plan.sites:
+                self.over.set()
+            return
+        names = self.left[broker].pop(0)
+        self.running[broker] = len(names)
+        site = self.sites[broker]
+        keys = [AttemptKey(str(broker), name, 1) for name in names]
+        for key in keys:
+            self.ready_at[f"{broker}/{key.task}"] = now
+        site.strategy.add([self.unit(site, key) for key in keys])
+
+    def placed(self, key: AttemptKey, now: float) -> None:
+        self.sums["delay"] += now - self.ready_at[f"{key.workflow}/{key.task}"]  # type: ignore[assignment]
+
+    def again(self, key: AttemptKey, new: AttemptKey) -> None:
+        self.sums["again"] += 1
+
+    def began(self, key: AttemptKey, now: float) -> None:
+        self.sums["waiting"] += now - self.ready_at[f"{key.workflow}/{key.task}"]  # type: ignore[assignment]
+
+    def ended(self, key: AttemptKey, now: float) -> None:
+        broker = int(key.workflow)
+        self.sums["response"] += now - self.ready_at[f"{key.workflow}/{key.task}"]  # type: ignore[assignment]
+        self.sums["tasks"] += 1
+        self.running[broker] -= 1
+        if not self.running[broker]:
+            latency_s = self.network.faults.latency_s
+            asyncio.get_running_loop().call_later(latency_s, self.begin_level, broker)
+
+    async def run(self) -> Result:
+        for site in self.sites:
+            for work in site.works:
+                self.spawn(work)
+        rng = random.Random(f"tasks {self.plan.seed}")
+        for broker in range(self.plan.sites):
+            names = [[f"{n}.{i}" for i in range(w)] for n, w in enumerate(self.levels())]
+            self.left[broker] = names
+            for level in names:
+                for name in level:
+                    self.sizes[f"{broker}/{name}"] = rng.uniform(*MI)
+        for broker in range(self.plan.sites):
+            self.begin_level(broker)
+        async with asyncio.timeout(VIRTUAL_S_MAX):
+            await self.over.wait()
+        for task in list(self._tasks):
+            task.cancel()
+        count = self.sums["tasks"]
+        notified = offered = 0
+        tickets = claims = 0
+        for site in self.sites:
+            if site.owner is not None and site.booth is not None:
+                tickets += site.booth.counts["tickets"]
+                claims += site.owner.counts["claims"]
+                offered += site.strategy.counts["offered"]  # type: ignore[union-attr]
+        notified = offered or count
+        return Result(
+            statistics.mean(self.makespans),
+            self.sums["delay"] / count,
+            self.sums["waiting"] / count,
+            self.sums["response"] / count,
+            notified / count,
+            claims,
+            tickets,
+            self.network.sent,
+            count,
+            [s.executed / (s.member.capacity.millicores / 1000) for s in self.sites],
+        )
+
+
+def experiment(plan: Experiment) -> Result:
+    async def run() -> Result:
+        return await Grid(plan).run()
+
+    return run_out(run())
