@@ -3,7 +3,8 @@
 `python -m bench [--slots N] [--runs N] [--others PYTHON] [--json]`. The systems take turns, each
 started anew for each of its runs, and the best of its runs counts. Machines are noisy: only the
 ratios within one such comparison mean something. `--others` is the interpreter of an environment
-with Dask and Ray; without it only Valence is measured.
+with Dask and Ray; without it only Valence is measured. `--strategies probe,tickets` compares
+Valence's strategies instead, the first with each of the others.
 """
 
 from __future__ import annotations
@@ -78,6 +79,36 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def strategies(options: argparse.Namespace) -> dict[str, Any]:
+    """The same works under each strategy, in turns; the best of each counts."""
+    names = options.strategies.split(",")
+    best: dict[str, dict[str, float]] = {work: {} for work in WORKS}
+    messages: dict[str, dict[str, float]] = {work: {} for work in WORKS}
+    for turn in range(options.runs):
+        for name in names:
+            print(f"run {turn + 1} of {options.runs}: {name}", file=sys.stderr, flush=True)
+            for row in run("valence", sys.executable, options.slots, "--strategy", name):
+                mine = best[row["work"]]
+                if "seconds" in row:
+                    mine[name] = min(mine.get(name, row["seconds"]), row["seconds"])
+                elif "messages" in row:
+                    messages[row["work"]][name] = row["messages"]
+    return {"slots": options.slots, "runs": options.runs, "seconds": best, "messages": messages}
+
+
+def show_strategies(found: dict[str, Any], display: Display) -> None:
+    names = list(next(iter(found["seconds"].values())))
+    rows = []
+    for work, text in WORKS.items():
+        seconds = found["seconds"][work]
+        ratios = [f"{seconds[names[0]] / seconds[name]:.2f} x" for name in names[1:]]
+        per_task = [f"{found['messages'][work].get(name, 0):.2f}" for name in names]
+        rows.append((text, *(_speed(work, seconds[n]) for n in names), *ratios, *per_task))
+    heads = [name.upper() for name in names]
+    against = [f"{head} / {heads[0]}" for head in heads[1:]]
+    display.table(("WORK", *heads, *against, *(f"MESSAGES {h}" for h in heads)), rows)
+
+
 def show(found: dict[str, Any], display: Display) -> None:
     rows = []
     for work, text in WORKS.items():
@@ -120,10 +151,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--others", metavar="PYTHON", help="interpreter with dask and ray")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--strategies", help="compare these of Valence's own instead")
     options = parser.parse_args()
-    found = compare(options)
+    found = strategies(options) if options.strategies else compare(options)
     if options.json:
         print(json.dumps(found, indent=2))
+    elif options.strategies:
+        show_strategies(found, Display())
     else:
         show(found, Display())
     return 0

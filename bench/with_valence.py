@@ -21,6 +21,7 @@ from works import COMMANDS, DEPTH, NOOPS, TRUE, WIDTH, latency, parents, say, ti
 from valence.client import Client
 
 VALENCE = [sys.executable, "-m", "valence"]
+STRATEGY = "auto"
 
 
 def noops(count: int) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def do(client: Client, urls: list[str], work: str, count: int, document: dict[st
     found: dict[str, Any] = {}
 
     def run() -> None:
-        workflow = client.submit(document)
+        workflow = client.submit({**document, "strategy": STRATEGY})
         assert workflow.wait() == "succeeded", workflow.view()
         if work != "commands":
             found.update(workflow.values())
@@ -111,7 +112,7 @@ def main(slots: int, long: bool) -> None:
             time.sleep(1.0)
             do(client, urls, "commands", COMMANDS, commands(COMMANDS))
             time.sleep(1.0)
-            one = noops(1)
+            one = {**noops(1), "strategy": STRATEGY}
 
             def single() -> None:
                 assert client.submit(one, wait_s=10).view()["values"] == {"n[0]": 0}
@@ -146,4 +147,6 @@ def report(small: float, large: float, held: float) -> None:
 
 
 if __name__ == "__main__":
+    if "--strategy" in sys.argv:
+        STRATEGY = sys.argv[sys.argv.index("--strategy") + 1]
     main(int(sys.argv[1]), "--long" in sys.argv)

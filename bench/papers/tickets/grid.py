@@ -1,9 +1,9 @@
-"""A grid of sites on the simulator: Valence's own strategies, admission and calls; tasks are timers.
+"""A grid of sites on the simulator: Valence's strategies, admission and calls; tasks are timers.
 
 Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
 number of processors, their speed, architecture and operating system. What the paper does not say is
-chosen here and fixed: processors are spread log-uniformly from 1 to 250 (its Table 5 asks for such a
-spread), speeds evenly from 500 to 3,000 MIPS.
+chosen here and fixed: processors are spread log-uniformly from 1 to 250 (its Table 5 asks for such
+a spread), speeds evenly from 500 to 3,000 MIPS.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from protocols.admission import Admission
 from protocols.config import LAN, Config
+from protocols.members import Members
 from protocols.messages import (
     AttemptKey,
     Capacity,
@@ -33,7 +34,6 @@ from protocols.messages import (
     Work,
 )
 from protocols.rpc import Rpc
-from protocols.members import Members
 from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
 from protocols.strategies.tickets.owner import Owner

@@ -107,28 +107,26 @@ class Space:
     def __init__(self, members: Members, config: Config) -> None:
         self._members = members
         self._config = config
-        self._counts: Counter[Coordinates] = Counter()
+        self._counts: Counter[Coordinates] | None = None  # None: to be counted anew
         self._reaches: dict[Needs, list[Reach]] = {}
         self._owners: dict[bytes, bytes] = {}
-        for member in members.here():
-            self._counts[self._place(member)] += 1
         members.listen(self._member_changed)
 
     def _place(self, member: Member) -> Coordinates:
         return coordinates(member.capacity, member.traits, self._config)
 
+    def _count(self, place: Coordinates) -> int:
+        if self._counts is None:
+            self._counts = Counter(map(self._place, self._members.here()))
+        return self._counts[place]
+
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        was_here = old is not None and old.state <= State.SUSPECT
-        is_here = new.state <= State.SUSPECT
-        moved = old is not None and (old.capacity, old.traits) != (new.capacity, new.traits)
-        if was_here != is_here or moved:
-            if was_here and old is not None:
-                self._counts[self._place(old)] -= 1
-            if is_here:
-                self._counts[self._place(new)] += 1
+        """Mostly nobody wants to know, and nothing is computed."""
+        if old is None or _lives(old) != _lives(new):
+            self._counts = None
             self._reaches.clear()
         peer = new.contact.id
-        for key, owner in list(self._owners.items()):
+        for key, owner in list(self._owners.items()) if self._owners else ():
             if new.state != State.ALIVE and owner == peer:
                 del self._owners[key]
             elif new.state == State.ALIVE and distance(peer, key) < distance(owner, key):
@@ -137,14 +135,14 @@ class Space:
     def cells_of(self, member: Member) -> list[Cell]:
         """Where a peer's ticket goes: one cell, or two near a step between two depths."""
         place = self._place(member)
-        count, most = self._counts[place], self._config.cell_peers_max
+        count, most = self._count(place), self._config.cell_peers_max
         depths = {depth(count * (1 - NEAR), most), depth(count * (1 + NEAR), most)}
         return [Cell(place, d, shard(member.contact.id, d)) for d in sorted(depths)]
 
     def cell_of(self, member: Member) -> Cell:
         """Where a claim would look for it."""
         place = self._place(member)
-        found = depth(self._counts[place], self._config.cell_peers_max)
+        found = depth(self._count(place), self._config.cell_peers_max)
         return Cell(place, found, shard(member.contact.id, found))
 
     def members_of(self, key: bytes) -> list[Member]:
@@ -179,6 +177,11 @@ class Space:
                 self._owners.clear()
             found = self._owners[key] = closest(key, alive)
         return found
+
+
+def _lives(member: Member) -> tuple[bool, Capacity, Traits]:
+    """Whether it is here, and where."""
+    return member.state <= State.SUSPECT, member.capacity, member.traits
 
 
 def closest(key: bytes, peers: Iterable[bytes]) -> bytes:
