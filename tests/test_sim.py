@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -97,6 +98,38 @@ def test_who_asks_between_two_homes_is_not_told_that_there_is_no_such_workflow()
         view = await other.do(other.enactment.gateway.ask("", id, "workflow"), 60.0)
         assert view["id"] == id
         assert view["home"] != home.id.hex()
+
+    run_out(scenario())
+
+
+def test_a_workflow_that_is_over_at_once_is_not_taken_for_lost() -> None:
+    """Memory lets go of it when the disk knows of its end, not a moment before: who submitted it
+    would be told to submit it again."""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=1, faults=()))
+        host = world.add_host()
+        await asyncio.sleep(1.0)
+        enactment = host.enactment
+        hears, waits = enactment.keeping.on_committed, []
+
+        def committed(workflow: str) -> None:
+            hears(workflow)
+            copy, lead = (
+                d.get(workflow) for d in (enactment.keeping.replicas, enactment.keeping.leads)
+            )
+            if copy is not None and lead is not None and copy.over:
+                enactment.tending._tend(copy, lead)  # as if another journal had just called it
+                waits.append(asyncio.ensure_future(enactment.keeping.kept(workflow)))
+
+        enactment.keeping.on_committed = committed
+        text = json.dumps({"name": "w", "tasks": {"t": {"command": ["work", "1"]}}}).encode()
+        await host.do(enactment.gateway.submit(text, {}, "somebody", False), 10.0)
+        await asyncio.sleep(5.0)
+        assert waits
+        for kept in waits:
+            await kept
+        assert not enactment.keeping.leads, "and it is let go of in the end"
 
     run_out(scenario())
 

@@ -51,6 +51,7 @@ class Lead:
     then: deque[tuple[int, Then]] = field(default_factory=deque)
     syncing: tuple[asyncio.Future[None], list[int]] | None = None
     alone: bool = True  # born here and on no other disk yet
+    end_written: bool = False  # this peer's own disk knows that it is over
     parting: dict[bytes, int] = field(default_factory=dict)  # ex-keepers → the entry that says so
     strangers: set[bytes] = field(default_factory=set)  # that can't keep this one
     turns: Counter[bytes] = field(default_factory=Counter)  # how often each came or went as keeper
@@ -259,7 +260,7 @@ class Keeping:
                 future.set_result(None)
         if replica.over and not was_over:
             done = self.shelf.write([Write(replica.workflow, lead.epoch, over=True)], soon=True)
-            done.add_done_callback(lambda _: self.let_go(replica, lead))
+            done.add_done_callback(lambda _: self._ended(replica, lead))
             self._tell_keepers(replica)  # that it is: nobody needs to ask again
         self.on_committed(replica.workflow)
         while lead.then and lead.then[0][0] <= reached:
@@ -270,6 +271,10 @@ class Keeping:
             self.on_news(replica.workflow)
         self._trim(replica, lead)
 
+    def _ended(self, replica: Replica, lead: Lead) -> None:
+        lead.end_written = True
+        self.let_go(replica, lead)
+
     def let_go(self, replica: Replica, lead: Lead) -> None:
         """It is over, and a majority knows: the disks have it, and memory needs it no more.
 
@@ -278,7 +283,7 @@ class Keeping:
             return
         if not self.complete(replica, lead):
             return  # a keeper is gone, and another one is to come first
-        if lead.synced < replica.count:
+        if lead.synced < replica.count or not lead.end_written:
             return  # what comes back from the disk must be what is known here
         others = [k for k in replica.keepers if k != self.rpc.me.id]
         here = [k for k in others if self.members.is_here(k)]
@@ -333,6 +338,7 @@ class Keeping:
         replica = self.replicas[workflow]
         replica.home = self.rpc.me.id
         lead = self.leads[workflow] = Lead(epoch, synced=replica.count, alone=False)
+        lead.end_written = replica.over
         for keeper in replica.keepers:
             lead.sent[keeper] = replica.count
         self.counts["homes_taken"] += 1
