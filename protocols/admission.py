@@ -294,12 +294,14 @@ class Admission:
     def free(self) -> Capacity:
         return self._free
 
-    def on_offer(self, now: float) -> tuple[Capacity, float]:
-        """What `reserve` would grant now: room, and seconds of work that may be queued."""
+    def on_offer(self, now: float) -> tuple[Capacity, float, int]:
+        """What `reserve` would grant now: room; seconds of work, and units, that may be queued."""
         full = self.closed or len(self._leases) >= self._config.leases_max
         if full or self._is_draining(now):
-            return Capacity(), 0.0
-        return self._free, max(0.0, self._config.queue_s_max - self._backlog_s())
+            return Capacity(), 0.0, 0
+        queue_s = max(0.0, self._config.queue_s_max - self._backlog_s())
+        waiting = len(self._queue) + self._queued_leases
+        return self._free, queue_s, max(0, self._config.queue_units_max - waiting)
 
     def _is_draining(self, now: float) -> bool:
         """For the unit at the head of the queue."""

@@ -265,10 +265,11 @@ class Redemption(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """What a peer has free; and for how many seconds of work there are places in its queue."""
+    """What a peer has free; and the places in its queue: for so much work, and so many units."""
 
     free: Capacity
     queue_s: Seconds = 0.0
+    queue_units: Natural = 0
 
 
 class Entry(NamedTuple):

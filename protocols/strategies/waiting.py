@@ -18,7 +18,7 @@ from ..messages import AttemptKey, Needs
 from ..strategy import Estimate, Unit
 
 #: how far down a group a unit is looked for that suits a peer better
-SUITED_DEPTH = 8
+SUITED_DEPTH = 15
 
 GroupKey = tuple[Needs, int | None, frozenset[bytes]]
 
@@ -113,7 +113,7 @@ class Waiting:
             return None
         unit = group.heap[0][2]
         if near and near not in unit.near:
-            few = heapq.nsmallest(SUITED_DEPTH, group.heap)
+            few = group.heap[:SUITED_DEPTH]  # in a heap these are among the first, if not the first
             suited = (u for _, _, u in few if near in u.near and self._units.get(u.key) is group)
             unit = next(suited, unit)
         if unit is group.heap[0][2]:

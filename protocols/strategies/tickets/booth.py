@@ -36,6 +36,7 @@ from .space import Space
 
 Reserve = Callable[[bytes, Room], Grant]
 SHORT_MAX = 1000
+QUEUED_S_MIN = 0.001
 
 
 class Booth:
@@ -77,7 +78,10 @@ class Booth:
         told, ticket = self._told, self._ticket()
         if any(new > old for new, old in zip(ticket.free, told.free, strict=True)):
             return True
-        return ticket.queue_s - told.queue_s > self._config.queue_s_max / 2
+        # half of what was queued has begun: before it runs dry
+        queued_s = self._config.queue_s_max - ticket.queue_s
+        queued_before_s = self._config.queue_s_max - told.queue_s
+        return queued_s < queued_before_s / 2 and queued_before_s > QUEUED_S_MIN
 
     async def run(self) -> None:
         config, rng = self._config, self._rng

@@ -47,6 +47,8 @@ CLAIMS_PER_MESSAGE = 500
 NEAR_MAX = 8
 #: what a cell has free is remembered for so long
 KNOWN_S = 0.5
+#: how soon after units were placed it is looked whether a run time has become known
+LOOK_S_MIN = 0.01
 CELLS_KNOWN_MAX = 4096
 
 
@@ -104,6 +106,7 @@ class Tickets:
         self._ids: dict[int, _Post] = {}
         self._free: dict[bytes, tuple[int, float]] = {}  # cell → millicores, as of when
         self._next_id = rng.getrandbits(48)
+        self._look_s = LOOK_S_MIN
         self._wake = asyncio.Event()
         rpc.on(Offer, self._offer)
         members.listen(self._member_changed)
@@ -144,17 +147,22 @@ class Tickets:
             self._wake.set()
 
     async def run(self) -> None:
+        refresh_at = 0.0
         while True:
-            pause_s = self._config.claim_refresh_s * (0.8 + 0.2 * self._rng.random())
+            now = self._now()
+            if refresh_at <= now:
+                refresh_at = now + self._config.claim_refresh_s * (0.8 + 0.2 * self._rng.random())
+            unknown = any(group.size is None for group in self._waiting.groups.values())
+            wait_s = min(refresh_at - now, self._look_s) if unknown else refresh_at - now
+            self._look_s = min(self._config.claim_refresh_s, 1.5 * self._look_s)
             try:
-                async with asyncio.timeout(pause_s if self._waiting or self._posts else None):
+                async with asyncio.timeout(wait_s if self._waiting or self._posts else None):
                     await self._wake.wait()
-                refresh = False
             except TimeoutError:
-                refresh = True
+                pass
             self._wake.clear()
             await asyncio.sleep(0)  # what is added in this moment goes along
-            await self._round(refresh)
+            await self._round(refresh=self._now() >= refresh_at)
 
     # ----------------------------------------------------------------- posting
 
@@ -335,8 +343,9 @@ class Tickets:
             if placed:
                 group.oldest_at = self._now()
             self._waiting.forget_if_empty(group)
-            if not group.left:
-                self._wake.set()  # nothing more is wanted: say so
+            self._look_s = LOOK_S_MIN
+            if not group.left or group.size is None:
+                self._wake.set()  # nothing more is wanted; or soon it is known how long it takes
         if placed:
             self._on_placed(placed)
 

@@ -28,7 +28,7 @@ from ...messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ti
 ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
 Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 #: how far down a line a claim is looked for that does not avoid a peer
-LINE_DEPTH = 8
+LINE_DEPTH = 15
 REDEMPTIONS_MAX = 1000
 
 
@@ -55,6 +55,7 @@ class _Booked:
     member: Member
     free: Capacity
     queue_s: float = 0.0
+    queue_units: int = 0
     heard: bool = True  # False: believed to be idle, because nothing else is known yet
     meets: dict[Needs, bool] = field(default_factory=dict)
 
@@ -151,6 +152,10 @@ class Market:
         """It lives here, and has not said anything yet: for the time being, take it for idle."""
         self.tickets[member.contact.id] = _Booked(member, member.capacity, heard=False)
 
+    def left_of(self, peer: bytes) -> Ticket:
+        booked = self.tickets[peer]
+        return Ticket(booked.free, booked.queue_s, booked.queue_units)
+
     def unheard(self) -> list[bytes]:
         return [peer for peer, booked in self.tickets.items() if not booked.heard]
 
@@ -178,7 +183,7 @@ class Market:
         """Units that may wait in its queue: of those whose run time is known, a little work."""
         if claim.runtime_s is None or booked.queue_s <= 0:
             return 0
-        return int(booked.queue_s / max(1e-5, _share_s(booked, claim)))
+        return min(int(booked.queue_s / max(1e-5, _share_s(booked, claim))), booked.queue_units)
 
     def _avoids(self, standing: _Standing, peer: bytes, now: float) -> bool:
         patient = now - standing.since < self._config.ticket_hold_after_s
@@ -192,6 +197,7 @@ class Market:
             booked.free = plus(booked.free, claim.needs.capacity, -count)
         if queued:
             booked.queue_s = max(0.0, booked.queue_s - queued * _share_s(booked, claim))
+            booked.queue_units -= queued
         standing.matched += count + queued
         standing.matched_at = now
         return booked.member.contact.id, self._redemption(standing, count + queued)
@@ -257,7 +263,7 @@ class Market:
         known = self.tickets.get(peer)
         if known is None or known.member is not member:
             known = self.tickets[peer] = _Booked(member, ticket.free)
-        known.free, known.queue_s = ticket.free, ticket.queue_s
+        known.free, known.queue_s, known.queue_units = ticket
         rows: list[Redemption] = []
         for queued in (False, True):
             while len(rows) < REDEMPTIONS_MAX:
@@ -295,7 +301,7 @@ class Market:
             return None
         if not self._avoids(line[0][2], peer, now):
             return line[0]
-        few = heapq.nsmallest(LINE_DEPTH, line)
+        few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
         return next((e for e in few if e[2].left and not self._avoids(e[2], peer, now)), None)
 
     # ----------------------------------------------------------------- as time goes by

@@ -111,7 +111,7 @@ class Owner:
             wanted_s = max(wanted_s, self._wanted_s(market, now))
             if (cell, sender.id) not in self._asked:
                 rows += market.ticket(member, ticket, now)
-                ticket = Ticket(market.tickets[sender.id].free, market.tickets[sender.id].queue_s)
+                ticket = market.left_of(sender.id)
         self.counts["notifications"] += sum(row.count for row in rows)
         return TicketPosted.of(tuple(rows), wanted_s)
 
