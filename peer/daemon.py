@@ -166,9 +166,8 @@ class Daemon:
         self.link.on_broken = self.liveness.broke
         self.members.listen(self._member_changed)
         self.enactment.load()
-        self.link.receive = self.rpc.received
-
         await self._listen_http(http_port, url)
+        self.link.receive = self.rpc.received  # not before: who asks is told where HTTP is served
         self._tell_where(port)
         for name, work in (
             ("liveness", self.liveness.run()),

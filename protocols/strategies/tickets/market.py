@@ -18,6 +18,7 @@ After seed 004, Algorithm 2. Rules:
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 #: how far down a line a claim is looked for that does not avoid a peer
 LINE_DEPTH = 15
 REDEMPTIONS_MAX = 1000
+#: work of less than this goes to one peer
+CHUNK_S = 0.005
 
 
 @dataclass(slots=True)
@@ -227,28 +230,43 @@ class Market:
             if self._meets(booked, claim.needs) and not self._avoids(standing, peer, now)
         ]
         given: dict[bytes, list[int]] = {}  # immediate, queued
+        left = standing.left
         open_now = [self._place(b, claim) for b in fitting if slots(b.free, needs)]
         heapq.heapify(open_now)
-        left = standing.left
         free = {b.member.contact.id: slots(b.free, needs) for b in fitting}
         while left and open_now:
             far, slow, load, luck, peer = heapq.heappop(open_now)
-            given.setdefault(peer, [0, 0])[0] += 1
+            booked = self.tickets[peer]
+            row = given.setdefault(peer, [0, 0])
+            row[0] += 1
             left -= 1
             free[peer] -= 1
+            more = min(left, self._chunk(booked, claim) - 1, self._ahead(booked, claim) - row[1])
+            if more > 0:  # so short that they are not worth a message each
+                row[1] += more
+                left -= more
             if free[peer]:
-                share = 1 / max(1, slots(self.tickets[peer].member.capacity, needs))
+                share = 1 / max(1, slots(booked.member.capacity, needs))
                 heapq.heappush(open_now, (far, slow, load + share, luck, peer))
-        queues = [b for b in fitting if self._ahead(b, claim)] if left else []
+        queues = sorted(fitting, key=lambda b: -b.queue_s) if left else []
         for index, booked in enumerate(queues):
+            row = given.get(booked.member.contact.id, [0, 0])
             fair = -(-left // (len(queues) - index))
-            count = min(left, fair, self._ahead(booked, claim))
-            given.setdefault(booked.member.contact.id, [0, 0])[1] += count
-            left -= count
+            room = self._ahead(booked, claim) - row[1]
+            count = min(left, room, max(fair, self._chunk(booked, claim)))
+            if count > 0:
+                given[booked.member.contact.id] = [row[0], row[1] + count]
+                left -= count
         return [
             self._give(standing, self.tickets[peer], now_count, queued, now)
             for peer, (now_count, queued) in given.items()
         ]
+
+    def _chunk(self, booked: _Booked, claim: Claim) -> int:
+        """Units that are worth a message."""
+        if claim.runtime_s is None:
+            return 1
+        return math.ceil(CHUNK_S / max(1e-5, _share_s(booked, claim)))
 
     def _place(self, booked: _Booked, claim: Claim) -> tuple[bool, float, float, float, bytes]:
         """Where it has its inputs; where it ends first; where most is free."""
