@@ -125,7 +125,7 @@ class Config:
     claims_max: int = 20_000
     claim_answer_s: float = 1.0
     ticket_on_change: bool = True  # False: at its times only, as in the paper
-    ticket_gather_s: float = 0.003  # what comes free within this goes in one ticket
+    ticket_gather_s: float = 0.001  # what comes free within this goes in one ticket
     ticket_refresh_s: float = 5.0  # with jitter, while somebody wants to know
     ticket_wanted_s: float = 10.0  # after the last claim a cell wants tickets for so long
     ticket_hold_after_s: float = 3.0  # a claim that waited so long asks for a place in a queue

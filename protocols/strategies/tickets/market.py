@@ -32,7 +32,7 @@ Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 LINE_DEPTH = 15
 REDEMPTIONS_MAX = 1000
 #: work of less than this goes to one peer
-CHUNK_S = 0.005
+CHUNK_S = 0.01
 
 
 @dataclass(slots=True)
