@@ -119,7 +119,8 @@ class Config:
     cell_memory_gib: tuple[float, ...] = (4, 16, 64)
     cell_words: int = 4
     cell_peers_max: int = 64  # more of them in one cell are dealt out to shards of it
-    claim_cells_max: int = 64
+    claim_cells_max: int = 1024  # f_min^d: all of them
+    claim_tries_max: int = 8  # cells in turn, before a claim waits in all
     claim_refresh_s: float = 2.0
     claim_ttl_s: float = 7.0  # three chances before a dead home's claim goes away
     claims_max: int = 20_000

@@ -78,6 +78,7 @@ class _Post:
     key: GroupKey
     stalls: dict[bytes, _Stall] = field(default_factory=dict)
     tried: set[bytes] = field(default_factory=set)  # cells, for what was added last
+    tries: int = 0
 
 
 class Tickets:
@@ -127,6 +128,7 @@ class Tickets:
             post = self._posts.get(group.key)
             if post is not None:
                 post.tried.clear()
+                post.tries = 0
         if self._waiting:
             self._wake.set()
 
@@ -168,7 +170,7 @@ class Tickets:
 
     async def _round(self, refresh: bool) -> None:
         self._waiting.regroup()
-        for _ in range(self._config.claim_cells_max + 2):  # each cell in turn, then all
+        for _ in range(self._config.claim_tries_max + 2):  # some cells in turn, then all
             asks: list[tuple[_Post, _Stall, Claim]] = []
             for post in list(self._posts.values()):
                 if post.key not in self._waiting.groups:
@@ -206,7 +208,8 @@ class Tickets:
         coming = {s.cell.key: s.under_way(now, patience_s) for s in post.stalls.values()}
         need = group.left - sum(coming.values())
         found = []
-        part_left = need
+        part_left = need if post.tries < self._config.claim_tries_max else 0
+        post.tries += 1
         for stall, one in zip(stalls, reach, strict=True):
             if part_left <= 0:
                 break

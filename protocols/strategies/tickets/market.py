@@ -99,10 +99,10 @@ class Market:
             self._claims[key] = standing
             self._line_up(standing)
         else:
+            idle = not standing.left
             if now - standing.matched_at > self._config.claim_refresh_s:
                 standing.matched = claim.offered  # what has not arrived by now never will
             standing.matched = max(standing.matched, claim.offered)
-            idle = not standing.left
             standing.claim = claim
             standing.expires_at = now + self._config.claim_ttl_s
             if idle and standing.left:  # it was out of its line
