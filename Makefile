@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench fuzz soak crowd chaos up clean
+.PHONY: demo test check bench papers fuzz soak crowd chaos up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ check: $(VENV)/dev  ## formatting, lint, strict types
 	@$@/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt && touch $@
 bench: $(VENV)/run .bench/env  ## the same work on Valence, Dask and Ray; ARGS=--json for a script
 	@$(BIN)/python -m bench --others .bench/env/bin/python $(ARGS)
+$(VENV)/papers: $(VENV)/run
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[papers]' && touch $@
+papers: $(VENV)/papers  ## the experiments of the papers, as tables and plots; ARGS="--sizes 50,100" for less
+	@$(BIN)/python -m bench.papers.tickets $(ARGS)
 $(VENV)/fuzz: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
 fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
@@ -30,6 +34,7 @@ soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARG
 	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
 	@$(BIN)/python -m sim --seeds 500 --peers 9 --keepers 5 --majority-lost 20 \
 		--faults crash,perish,stop,clog,lossy,slow-disk
+	@$(BIN)/python -m sim --seeds 1000 --strategy tickets
 	@$(BIN)/python -m sim --seeds 500 --mutants
 crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
 	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \

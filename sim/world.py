@@ -377,6 +377,8 @@ class World:
             await asyncio.sleep(1.0 if self.plan.peers < CROWD_PEERS else 10.0)
             for host in self.up():
                 self._guard(host.enactment.admission.sanity_check)
+                for market in host.enactment.owner.markets.values():
+                    self._guard(market.sanity_check)
                 self._guard(lambda host=host: self._check_reasons(host))  # type: ignore[misc]
 
     def _check_reasons(self, host: Host) -> None:
@@ -546,6 +548,9 @@ class World:
         hosts = self.up()
         if len(hosts) <= max(1, self.plan.peers // 2):
             return
+        owners = [h for h in hosts if h.enactment.owner.markets]
+        if host is None and owners and self.rng.random() < 0.5:
+            host = self.rng.choice(owners)  # with all its claims
         host = host or self.rng.choice(hosts)
         if not host.up:
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 from protocols.admission import Admission
 from protocols.config import LAN, Config
+from protocols.matching import unmet
 from protocols.members import Members
 from protocols.messages import (
     AttemptKey,
@@ -29,6 +30,7 @@ from protocols.messages import (
     Offers,
     Reserve,
     ReturnLeases,
+    Room,
     Ticket,
     Traits,
     Work,
@@ -117,9 +119,6 @@ class FirstMatch:
         self._units.put_nowait(list(units))
 
     async def run(self) -> None:
-        from protocols.matching import unmet
-        from protocols.messages import Room
-
         while True:
             units = await self._units.get()
             fitting = [
