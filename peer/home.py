@@ -48,7 +48,7 @@ from protocols.messages import (
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
 from protocols.strategy import Placed, Placement, Strategy, Unit
-from workflow.model import Workflow
+from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
 from .database import DatabaseError
@@ -72,6 +72,7 @@ PUBLISH_S = 0.3
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
+NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -407,7 +408,18 @@ class Home:
             run.runtime_s(task.id),
             deadline,
             avoid,
+            self._near(run, run.workflow.tasks[task.id]),
         )
+
+    def _near(self, run: Run, task: Task) -> frozenset[bytes]:
+        """The peers that hold most of what it reads, if that is worth a thought."""
+        held: Counter[bytes] = Counter()
+        for name in task.inputs:
+            file = run.file(name)
+            if file is not None and file.size >= NEAR_BYTES_MIN:
+                held.update(dict.fromkeys(file.holders, file.size))
+        most = max(held.values(), default=0)
+        return frozenset(peer for peer, size in held.items() if 2 * size > most)
 
     def _deadline(self, run: Run) -> float | None:
         at = deadline_at(run)
