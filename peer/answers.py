@@ -386,7 +386,9 @@ class Answers:
     async def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
         await self._home.created(run.id)
         found = self._home.journal.document(run.id)
-        return _Document(hash=str(found[1].get("document", "")) if found else "")
+        if found is None:  # it could not be written, or its copy is on its way to another peer
+            raise Problem(503, f"workflow {run.id} is changing its home; ask again in a moment")
+        return _Document(hash=str(found[1].get("document", "")))
 
     def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
         name = arguments["name"]

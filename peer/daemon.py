@@ -451,6 +451,11 @@ class Daemon:
             "Journals, as home and as keeper",
             lambda: dict(self.enactment.keeping.counts),
         )
+        add(
+            "claims", "Claims of this peer's workflows", lambda: dict(self.enactment.tickets.counts)
+        )
+        add("cells", "Claims and tickets in its cells", lambda: dict(self.enactment.owner.counts))
+        add("tickets", "Tickets of this peer", lambda: dict(self.enactment.booth.counts))
         add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(
