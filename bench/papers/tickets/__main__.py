@@ -18,7 +18,7 @@ from typing import Any
 
 from valence.display import Display
 
-from .grid import Experiment, Result, experiment
+from .grid import NON_COOPERATIVE, Experiment, Result, experiment
 from .hops import hops
 
 SIZES = (50, 100, 200, 300, 400, 500)
@@ -41,7 +41,7 @@ def plans(sizes: list[int], seeds: int) -> list[Experiment]:
     found = []
     for seed in range(1, seeds + 1):
         for tasks in sizes:
-            for mode in ("tickets", "centralised", "non-cooperative"):
+            for mode in ("tickets", "centralised", *NON_COOPERATIVE):
                 found.append(Experiment(tasks, mode, seed=seed))
             for interval_s in INTERVALS_S:
                 found.append(Experiment(tasks, "interval", interval_s, seed=seed))
@@ -100,7 +100,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
     rows = []
     for tasks, modes in found.items():
         mine = modes["tickets"]
-        for other in ("non-cooperative", "centralised", "interval 100 s"):
+        for other in (*NON_COOPERATIVE, "centralised", "interval 100 s"):
             theirs = modes[other]
             rows.append(
                 (
@@ -150,7 +150,7 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> list[Path]
     for name, (key, label, log) in figures.items():
         figure, axes = pyplot.subplots(figsize=(6, 4))
         for mode in next(iter(found.values())):
-            if mode == "non-cooperative" and key in ("notifications", "tickets", "delay_s"):
+            if mode in NON_COOPERATIVE and key in ("notifications", "tickets", "delay_s"):
                 continue
             axes.plot(list(found), [row[mode][key] for row in found.values()], "o-", label=mode)
         axes.set(xlabel="tasks in a workflow", ylabel=label)

@@ -51,6 +51,7 @@ MI = (50_000, 500_000)
 FORKS = 5
 PROCESSORS_MAX = 250
 VIRTUAL_S_MAX = 2e6
+NON_COOPERATIVE = ("non-cooperative", "task by task")
 
 #: as in the paper: 4 dimensions (processors, speed, architecture, system), f_min = 4
 GRID = replace(
@@ -72,7 +73,7 @@ GRID = replace(
 @dataclass(frozen=True, slots=True)
 class Experiment:
     tasks: int = 100  # of each workflow
-    mode: str = "tickets"  # tickets, interval, centralised, non-cooperative
+    mode: str = "tickets"  # or interval, centralised, non-cooperative, task by task
     interval_s: float = 300.0  # between tickets, in the mode that has them
     sites: int = 100
     seed: int = 1
@@ -82,7 +83,7 @@ class Experiment:
             return replace(GRID, ticket_on_change=False, ticket_refresh_s=self.interval_s)
         if self.mode == "centralised":  # one cell, so one owner
             return replace(GRID, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6)
-        if self.mode == "non-cooperative":
+        if self.mode in NON_COOPERATIVE:
             return replace(GRID, queue_s_max=1e12, queue_units_max=10**9, patience_s=1e12)
         return GRID
 
@@ -107,12 +108,16 @@ class Result:
 
 
 class FirstMatch:
-    """Non-cooperative: all ready tasks of a broker go to the first resource that matches."""
+    """Non-cooperative: all ready tasks of a broker go to the first resource that matches; or, which
+    is kinder than what the paper says of it, each task to one of its own."""
 
     name = "first match"
 
-    def __init__(self, rpc: Rpc, members: Members, rng: random.Random, on_placed: Any) -> None:
+    def __init__(
+        self, rpc: Rpc, members: Members, rng: random.Random, on_placed: Any, each: bool
+    ) -> None:
         self._rpc, self._members, self._rng, self._on_placed = rpc, members, rng, on_placed
+        self._each = each
         self._units: asyncio.Queue[list[Unit]] = asyncio.Queue()
 
     def add(self, units: Any) -> None:
@@ -124,10 +129,13 @@ class FirstMatch:
             fitting = [
                 m for m in self._members.here() if not unmet(m.capacity, m.traits, units[0].needs)
             ]
-            first = self._rng.choice(fitting)
-            # as many as fit into a message at a time
-            for start in range(0, len(units), 500):
-                part = units[start : start + 500]
+            chosen = [self._rng.choice(fitting)] * len(units)
+            if self._each:
+                # as their size goes: a lookup finds a processor, not a site
+                sizes = [m.capacity.millicores for m in fitting]
+                chosen = self._rng.choices(fitting, sizes, k=len(units))
+            for first in {m.contact.id: m for m in chosen}.values():
+                part = [u for u, m in zip(units, chosen, strict=True) if m is first]
                 room = Room(part[0].needs, len(part), 1.0, None, True)
                 answer = await self._rpc.call(first.contact, Reserve(asks=(room,)), Offers, 60.0)
                 leases = answer.grants[0].leases
@@ -160,8 +168,9 @@ class Site:
         self.strategy: Strategy | FirstMatch
         self.booth: Booth | None = None
         self.owner: Owner | None = None
-        if grid.plan.mode == "non-cooperative":
-            self.strategy = FirstMatch(self.rpc, self.members, self.rng, self.placed)
+        if grid.plan.mode in NON_COOPERATIVE:
+            each = grid.plan.mode == "task by task"
+            self.strategy = FirstMatch(self.rpc, self.members, self.rng, self.placed, each)
             self.works = [self.strategy.run()]
         else:
             space = Space(self.members, config)
