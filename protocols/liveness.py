@@ -300,7 +300,10 @@ class Liveness:
     # ----------------------------------------------------------------- agreeing
 
     def _hear(self, rumours: tuple[bytes, ...]) -> None:
+        before = self._members.me
         self._members.hear(rumours, self._now())
+        if self._members.me is not before:
+            self._news.set()  # this peer has objected: that is to be heard in time
 
     def _disagree(self, contact: Contact) -> None:
         now = self._now()
@@ -317,13 +320,13 @@ class Liveness:
         digests = members.digests()
         try:
             answer = await self._rpc.call(contact, Sync(digests=digests), Synced)
-            members.hear(answer.members, self._now())
+            self._hear(answer.members)
             known = [*answer.known, *briefs(answer.members)]
             lacks, wanted = members.compare(answer.parts, len(digests) // 4, known)
             if lacks or wanted:
                 message = Exchange.of(lacks, wanted)
                 news = await self._rpc.call(contact, message, Rumours)
-                members.hear(news.members, self._now())
+                self._hear(news.members)
         except CallFailed:
             return
 
@@ -360,7 +363,13 @@ class Liveness:
 
     def _exchange(self, sender: Contact, message: Exchange) -> Rumours:
         self._hear(message.members)
-        wanted = (self._members.packed(peer) for peer in message.wanted)
+        known = self._members.get
+        newer = [  # than what it has just told, such as deaths that are no news any more
+            peer
+            for peer, *rank in briefs(message.members)
+            if (mine := known(peer)) is not None and [*mine[4:7]] > rank
+        ]
+        wanted = (self._members.packed(peer) for peer in dict.fromkeys((*message.wanted, *newer)))
         return Rumours.of(tuple(packed for packed in wanted if packed))
 
     def _left(self, sender: Contact, message: Leave) -> Done:

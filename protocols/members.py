@@ -136,7 +136,8 @@ class Members:
             except Malformed:
                 self.malformed += 1
                 continue
-            if self.apply(rumour, now, packed) and known:
+            mine = rumour.contact.id == self.me.contact.id  # an objection is news to all
+            if self.apply(rumour, now, packed) and known and not mine:
                 self._news.pop(rumour.contact.id, None)
 
     def apply(self, rumour: Member, now: float, packed: bytes = b"") -> bool:
@@ -255,8 +256,10 @@ class Members:
             if peer not in without and self.is_here(peer):
                 found[peer] = self._known[peer]
                 if len(found) == count:
-                    break
-        return list(found.values())
+                    return list(found.values())
+        # of all that are known hardly any is left
+        there = [m for m in self.here() if m.contact.id not in without]
+        return rng.sample(there, min(count, len(there)))
 
     def a_dead_one(self, chosen: Callable[[int], int]) -> Member | None:
         """Any of those that died; `chosen` draws a number below its argument."""
@@ -315,6 +318,8 @@ class Members:
 
     def _in(self, parts: Iterable[int], count: int) -> Iterator[tuple[bytes, Member]]:
         for part in parts:
+            if part >= count:
+                continue  # whoever says so: there is no such part
             at = bisect_left(self._order, (part * (2**16 // count)).to_bytes(2, "big"))
             for peer in itertools.islice(self._order, at, None):
                 if _part(peer, count) != part:

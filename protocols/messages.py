@@ -663,8 +663,8 @@ class ClaimsPosted(Message):
 class PostTicket(Message):
     cells: Annotated[tuple[Key, ...], Field(min_length=1, max_length=2)]
     ticket: Ticket
-    # what was to be redeemed and found no room: home, claim, units
-    short: Annotated[tuple[tuple[PeerId, Natural, Natural], ...], Field(max_length=1000)] = ()
+    # what was to be redeemed and found no room: its cell, home, claim, units
+    short: Annotated[tuple[tuple[Key, PeerId, Natural, Natural], ...], Field(max_length=1000)] = ()
 
 
 @numbered(53)
@@ -673,6 +673,7 @@ class TicketPosted(Message):
 
     redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)] = ()
     wanted_s: Seconds = 0.0
+    taken: bool = True  # False: an answer of this peer's is on its way; say it again
 
 
 @numbered(54)

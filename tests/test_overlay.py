@@ -11,7 +11,7 @@ import pytest
 
 from protocols.config import LAN
 from protocols.members import State
-from protocols.messages import Contact, Done, File, Leave, Ping, Record, Refusal, Vacancy
+from protocols.messages import Contact, Done, File, Leave, Member, Ping, Record, Refusal, Vacancy
 from protocols.overlay.lookup import Lookup
 from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
@@ -364,6 +364,23 @@ def test_a_restarted_peer_is_alive_again_under_a_new_boot() -> None:
         await until(lambda: all(p.members.is_here(again.contact.id) for p in peers[:4]), 30)
         assert peers[0].members.get(again.contact.id).boot == 2
         for peer in [*peers[:4], again]:
+            await peer.close()
+
+    run(scenario())
+
+
+def test_who_missed_a_death_long_ago_hears_of_it_by_an_exchange() -> None:
+    async def scenario() -> None:
+        network = Network(3)
+        a, b = peers = await cluster(network, 2)
+        lost = Member(contact(70), "http://70")
+        b.members.apply(lost, 0.0)
+        b.members.judge(lost.contact.id, State.DEAD, 0.0)
+        await asyncio.sleep(LAN.news_s + 10)
+        a.members.apply(lost, asyncio.get_running_loop().time())
+        await a.liveness.sync(b.contact)
+        assert not a.members.is_here(lost.contact.id)
+        for peer in peers:
             await peer.close()
 
     run(scenario())

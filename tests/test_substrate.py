@@ -118,6 +118,26 @@ def test_two_views_compare_by_digests_and_exchange_only_what_differs() -> None:
             views[1].differing(bad, 1.0)
 
 
+def test_helpers_are_found_though_nearly_all_that_are_known_are_dead() -> None:
+    members = Members(Member(contact(0), "http://0"), LAN)
+    for n in range(1, 600):
+        members.apply(Member(contact(n), f"http://{n}", state=0 if n < 4 else 2), 0.0)
+    rng = random.Random(1)
+    for _ in range(50):
+        drawn = members.draw(rng, 2, without=(contact(0).id,))
+        assert len({m.contact.id for m in drawn}) == 2
+        assert all(m.state == State.ALIVE for m in drawn)
+
+
+def test_an_objection_is_news_also_where_it_comes_of_a_crowd_of_rumours() -> None:
+    me = Member(contact(0), "http://0")
+    members = Members(me, LAN)
+    others = [pack_member(Member(contact(n), f"http://{n}")) for n in range(1, 200)]
+    members.hear([pack_member(me._replace(state=1)), *others], 0.0)
+    assert members.me.incarnation == 1
+    assert members.rumours() == (pack_member(members.me),)
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_crash_the_decoder(data: bytes) -> None:

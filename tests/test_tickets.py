@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
+from protocols.rpc import Unreachable
 from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
 from protocols.strategies.tickets.market import Market
@@ -212,7 +214,7 @@ def test_no_claim_starves_behind_higher_ranks() -> None:
     found.post(HOME, claim(1, 1, rank_s=0.0), 0.0)
     for at in range(1, 200):
         found.post(OTHER, claim(at, 1, rank_s=50.0), float(at))
-        found.post(HOME, claim(1, 1, rank_s=0.0), float(at))
+        found.post(HOME, claim(1, 1, rank_s=0.0, waited_s=float(at)), float(at))
         redeemed = found.ticket(member(1, cores=1), Ticket(Capacity(1000, 2**34)), float(at))
         if redeemed[0].home == HOME:
             assert at > 10, "ranks count, too"
@@ -578,6 +580,125 @@ def test_offers_for_what_nobody_wants_any_more_are_given_back() -> None:
         assert not peers[0].tickets._posts
 
     run(scenario())
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+def test_who_joins_while_claims_wait_gets_work(cores: int) -> None:
+    """In a cell that is there already, and in one that nobody lived in before."""
+
+    async def scenario() -> None:
+        network = Network(8)
+        peers = await traders(network, 3)
+        for one in peers:
+            one.runtime_s = 1000.0
+        peers[0].tickets.add(units(16))
+        await asyncio.sleep(3.0)
+        newcomer = Trader(network, 9, Capacity(1000 * cores, 2**33), LAN)
+        await newcomer.join(peers[1])
+        await until(lambda: any(one.peer == newcomer.contact for one in peers[0].placed), 15.0)
+        for one in (*peers, newcomer):
+            await one.close()
+
+    run(scenario())
+
+
+def test_a_home_with_an_endless_stream_does_not_keep_others_waiting() -> None:
+    async def scenario() -> None:
+        network = Network(9)
+        peers = await traders(network, 4, cores=lambda n: 1)
+        greedy, count = peers[0], 0
+
+        async def stream() -> None:
+            nonlocal count
+            while True:
+                while len(greedy.tickets._waiting) < 60:
+                    count += 1
+                    greedy.tickets.add([Unit(AttemptKey("greedy", f"t{count}", 1), ONE)])
+                await asyncio.sleep(0.1)
+
+        task = asyncio.ensure_future(stream())
+        await asyncio.sleep(5.0)
+        peers[2].tickets.add(units(40, "other"))
+        await until(lambda: sum(k.workflow == "other" for p in peers for k in p.ran) == 40, 30.0)
+        task.cancel()
+        for one in peers:
+            await one.close()
+
+    run(scenario())
+
+
+def test_a_peer_whose_tickets_were_lost_for_a_while_is_not_forgotten() -> None:
+    async def scenario() -> None:
+        network = Network(10)
+        peers = await traders(network, 4, cores=lambda n: 1)
+        peers[0].tickets.add(units(400))
+        await asyncio.sleep(2.0)
+        owner = next(p for p in peers if p.owner.markets)
+        victim = next(p for p in peers if p is not owner and p is not peers[0])
+        network.cut_links.add((victim.contact.id, owner.contact.id))
+        await asyncio.sleep(2.5)
+        network.cut_links.clear()
+        await asyncio.sleep(8.0)
+        before = len(victim.ran)
+        await asyncio.sleep(4.0)
+        assert len(victim.ran) - before > 10
+        for one in peers:
+            await one.close()
+
+    run(scenario())
+
+
+def test_one_silent_owner_does_not_hold_up_claims_to_others() -> None:
+    async def scenario() -> None:
+        network = Network(11)
+        # two kinds of peers, so two cells
+        peers = await traders(network, 8, cores=lambda n: 2 if n % 2 else 16)
+        home = next(p for p in peers if p.capacity.millicores == 2000)
+        reach = home.tickets._space.reach(ONE)
+        owners = [home.tickets._space.owner(one.cell.key) for one in reach]
+        assert len(set(owners)) == 2
+        home.rpc.call, call = (
+            (lambda to, *rest, **more: _silence(to, owners[0], call, rest, more)),
+            home.rpc.call,
+        )  # type: ignore[method-assign, assignment]
+        start = asyncio.get_running_loop().time()
+        home.tickets.add(units(200))
+        await until(lambda: len(home.placed) > 2, 5.0)
+        assert asyncio.get_running_loop().time() - start < 4.0
+        await asyncio.sleep(3.0)
+        for one in peers:
+            await one.close()
+
+    run(scenario())
+
+
+async def _silence(to: Contact, mute: bytes, call: Any, rest: Any, more: Any) -> Any:
+    if to.id == mute and type(rest[0]).__name__ == "PostClaims":
+        await asyncio.sleep(1.0)
+        raise Unreachable("no answer")
+    return await call(to, *rest, **more)
+
+
+def test_absurd_numbers_from_the_wire_do_no_harm() -> None:
+    found = market()
+    nothing = Needs(Capacity())
+    found.ticket(member(1, speed=1e308), Ticket(Capacity(2000, 2**34), 1e9, 2**62), 0.0)
+    for id in range(3):
+        prospect, matches = found.post(HOME, claim(id, 2**63 - 1, needs=nothing), 1.0 + id)
+        assert max(prospect) <= 2**63 - 1
+        assert prospect.others <= 2**31
+        for _, row in matches:
+            assert row.count <= 100_000
+    assert all(row.count <= 100_000 for row in found.ticket(member(2), Ticket(Capacity(2000)), 5.0))
+
+
+def test_lines_do_not_grow_behind_one_long_claim() -> None:
+    found = market()
+    found.post(HOME, claim(0, 10**6, rank_s=1e6), 0.0)
+    for id in range(1, 3000):
+        found.post(OTHER, claim(id, 1), 1.0)
+        found.post(OTHER, claim(id, 1, offered=1), 1.0)
+    assert sum(map(len, found._lines.values())) < 200
 
 
 def test_a_waiting_unit_says_for_what() -> None:

@@ -37,6 +37,8 @@ from .space import Space
 Reserve = Callable[[bytes, Room], Grant]
 SHORT_MAX = 1000
 QUEUED_S_MIN = 0.001
+FAILURES_MAX = 10
+AGAIN_S = 0.1
 
 
 class Booth:
@@ -61,7 +63,8 @@ class Booth:
         self._told = Ticket(ticket().free)  # what the cell's owner believes
         self._posted_to: dict[bytes, tuple[bytes, ...]] = {}
         self._wanted_until = 0.0
-        self._short: list[tuple[bytes, int, int]] = []
+        self._short: list[tuple[bytes, bytes, int, int]] = []
+        self._failures = 0  # in a row
         self._wake = asyncio.Event()
         rpc.on(Redeem, self._redeem)
         members.listen(self._member_changed)
@@ -117,12 +120,23 @@ class Booth:
                     contact, message, TicketPosted, self._config.claim_answer_s
                 )
             except CallFailed:
-                continue  # it is posted again, there or to whom comes after it
+                # said again soon, there or to whom comes after it; but not for ever
+                self._short = [*short, *self._short][:SHORT_MAX]
+                self._told = Ticket(Capacity())
+                self._failures += 1
+                if self._failures <= FAILURES_MAX:
+                    wanted_s = max(wanted_s, self._config.ticket_refresh_s)
+                await asyncio.sleep(AGAIN_S)
+                continue
+            self._failures = 0
             wanted_s = max(wanted_s, answer.wanted_s)
+            if not answer.taken:
+                self._told = Ticket(Capacity())
+                await asyncio.sleep(AGAIN_S)
             for row in answer.redemptions:
                 offered = self._offer(row)
                 if offered < row.count and len(self._short) < SHORT_MAX:
-                    self._short.append((row.home, row.claim, row.count - offered))
+                    self._short.append((row.cell, row.home, row.claim, row.count - offered))
             if answer.redemptions:
                 self._told = self._ticket()
         self._wanted_until = max(self._wanted_until, self._now() + wanted_s)

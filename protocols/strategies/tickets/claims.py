@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -49,6 +50,8 @@ NEAR_MAX = 8
 KNOWN_S = 0.5
 #: how soon after units were placed it is looked whether a run time has become known
 LOOK_S_MIN = 0.01
+#: an owner that did not answer is left alone for so long
+AGAIN_S = 1.0
 CELLS_KNOWN_MAX = 4096
 
 
@@ -64,6 +67,8 @@ class _Stall:
     posted: int = 0  # units that the owner was last told to be wanted
     owner: bytes = b""
     others: int = 0
+    failed: str = ""  # why its owner did not take the last post
+    failed_at: float = -math.inf
 
     def under_way(self, now: float, patience_s: float) -> int:
         """Promised, and not here yet; not for ever."""
@@ -213,7 +218,7 @@ class Tickets:
         for stall, one in zip(stalls, reach, strict=True):
             if part_left <= 0:
                 break
-            if stall.cell.key not in post.tried:
+            if stall.cell.key not in post.tried and now - stall.failed_at > AGAIN_S:
                 post.tried.add(stall.cell.key)
                 part = min(part_left, self._guess(stall.cell.key, group, one.slots, now))
                 if part:
@@ -226,7 +231,8 @@ class Tickets:
             for stall in stalls:
                 wanted = stall.offered + coming[stall.cell.key] + need
                 moved = stall.owner != self._space.owner(stall.cell.key)
-                if refresh or moved or stall.posted < wanted:
+                quiet = now - stall.failed_at <= AGAIN_S and not moved
+                if refresh or moved or (stall.posted < wanted and not quiet):
                     found.append((post, stall, self._claim(post, group, stall, wanted, now)))
         self._say(group, post, need)
         return found
@@ -284,9 +290,10 @@ class Tickets:
             answer = await self._rpc.call(
                 contact, message, ClaimsPosted, self._config.claim_answer_s
             )
-        except CallFailed:
+        except CallFailed as error:
             for _, stall, _ in rows:
                 stall.posted = stall.offered  # tried again with the next refresh
+                stall.failed, stall.failed_at = str(error), self._now()
             return
         now = self._now()
         for (_, stall, claim), prospect in zip(rows, answer.prospects, strict=False):
@@ -297,6 +304,7 @@ class Tickets:
             stall.promised_at = now
         stall.promised = max(stall.offered, min(prospect.promised, claim.wanted))
         stall.others = prospect.others
+        stall.failed, stall.failed_at = "", -math.inf
         if len(self._free) >= CELLS_KNOWN_MAX:
             self._free.clear()
         millicores = prospect.free * claim.needs.capacity.millicores
@@ -306,7 +314,10 @@ class Tickets:
         peers = sum(stall.peers for stall in post.stalls.values())
         others = sum(stall.others for stall in post.stalls.values())
         match = f"{peers} peer{'s match' if peers != 1 else ' matches'}"
-        if need <= 0:
+        failed = [stall.failed for stall in post.stalls.values() if stall.peers]
+        if failed and all(failed):
+            group.reason = f"{match}, but who matches it with them does not answer: {failed[0]}"
+        elif need <= 0:
             group.reason = f"{match}, room was promised for it and is on its way"
         elif others:
             group.reason = f"{match}, all busy; its claim waits beside {others} units of others"

@@ -2,8 +2,9 @@
 
 After seed 004, Algorithm 2. Rules:
 - Claims wait in the order of their ranks (seconds of work that hang on them), aged: a second of
-  waiting weighs as much as a second of work, so that none starves. The order of two claims never
-  changes while they wait, so nothing is ever sorted again.
+  waiting weighs as much as a second of work, so that none starves. The order of two claims does not
+  change while they wait, so nothing is ever sorted again; a claim whose oldest units are served
+  goes to where the others belong, so a home with an endless stream does not keep its place.
 - A ticket is divided among the claims it meets, the first in order first, until what is free there
   is used up: no ticket is over-provisioned by its cell. (Only its peer decides, in the end.)
 - Claims of the same needs form a line; a ticket is held against the head of each line, not against
@@ -20,6 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...config import Config
@@ -30,7 +32,11 @@ ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
 Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 #: how far down a line a claim is looked for that does not avoid a peer
 LINE_DEPTH = 15
-REDEMPTIONS_MAX = 1000
+REDEMPTIONS_MAX = 500  # a ticket may be in two cells
+LINE_SLACK = 64
+#: a claim whose units are younger by less than this keeps its place
+ORDER_S_MIN = 0.5
+UNITS_MAX = 2**31
 #: work of less than this goes to one peer
 CHUNK_S = 0.01
 
@@ -78,6 +84,9 @@ class Market:
     def __len__(self) -> int:
         return len(self._claims)
 
+    def has(self, home: bytes, claim: int) -> bool:
+        return (home, claim) in self._claims
+
     # ----------------------------------------------------------------- claims
 
     def post(self, home: bytes, claim: Claim, now: float) -> tuple[Prospect, list[Match]]:
@@ -105,9 +114,13 @@ class Market:
             standing.matched = max(standing.matched, claim.offered)
             standing.claim = claim
             standing.expires_at = now + self._config.claim_ttl_s
-            if idle and standing.left:  # it was out of its line
-                standing.order = now - claim.waited_s - claim.rank_s
-                standing.since = now - claim.waited_s
+            standing.since = now - claim.waited_s
+            # units that came later have not waited as long as those that were here first
+            order = standing.since - claim.rank_s
+            moves = order > standing.order + ORDER_S_MIN
+            if moves or idle:
+                standing.order = order
+            if standing.left and (idle or moves):
                 self._line_up(standing)
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
         found = self._serve(standing, now) if self._config.ticket_on_change else []
@@ -118,7 +131,7 @@ class Market:
             if self._meets(booked, claim.needs)
         )
         others = max(0, self._all_left(now) - standing.left)
-        return Prospect(standing.matched, free, others), found
+        return Prospect(standing.matched, min(free, UNITS_MAX), min(others, UNITS_MAX)), found
 
     def _all_left(self, now: float) -> int:
         """Of all claims; for people to read, so it may be a moment old."""
@@ -131,6 +144,9 @@ class Market:
     def _line_up(self, standing: _Standing) -> None:
         self._count += 1
         line = self._lines.setdefault(standing.claim.needs, [])
+        if len(line) > 2 * len(self._claims) + LINE_SLACK:
+            line[:] = [entry for entry in line if _counts(entry)]
+            heapq.heapify(line)
         heapq.heappush(line, (standing.order, self._count, standing))
 
     def _remove(self, key: ClaimKey) -> None:
@@ -146,6 +162,15 @@ class Market:
             standing.matched = max(standing.claim.offered, standing.matched - count)
             if idle and standing.left:
                 self._line_up(standing)
+
+    def serve_again(self, claims: Iterable[ClaimKey], but: bytes, now: float) -> list[Match]:
+        """Of these some units came up short at that peer: perhaps there is room at another."""
+        found: list[Match] = []
+        for key in claims:
+            standing = self._claims.get(key)
+            if standing is not None and self._config.ticket_on_change:
+                found += self._serve(standing, now, but)
+        return found
 
     def forget_home(self, home: bytes) -> None:
         for key in [key for key in self._claims if key[0] == home]:
@@ -186,7 +211,8 @@ class Market:
         """Units that may wait in its queue: of those whose run time is known, a little work."""
         if claim.runtime_s is None or booked.queue_s <= 0:
             return 0
-        return min(int(booked.queue_s / max(1e-5, _share_s(booked, claim))), booked.queue_units)
+        places = min(booked.queue_units, self._config.leases_max)
+        return min(int(booked.queue_s / max(1e-5, _share_s(booked, claim))), places)
 
     def _avoids(self, standing: _Standing, peer: bytes, now: float) -> bool:
         patient = now - standing.since < self._config.ticket_hold_after_s
@@ -218,7 +244,11 @@ class Market:
             hold,
         )
 
-    def _serve(self, standing: _Standing, now: float) -> list[Match]:
+    def _slots(self, booked: _Booked, needs: Capacity) -> int:
+        """No peer leases more at a time."""
+        return min(slots(booked.free, needs), self._config.leases_max)
+
+    def _serve(self, standing: _Standing, now: float, but: bytes = b"") -> list[Match]:
         """A claim against all tickets: see `_place` for their order."""
         if not standing.left:
             return []
@@ -227,13 +257,15 @@ class Market:
         fitting = [
             booked
             for peer, booked in self.tickets.items()
-            if self._meets(booked, claim.needs) and not self._avoids(standing, peer, now)
+            if peer != but
+            and self._meets(booked, claim.needs)
+            and not self._avoids(standing, peer, now)
         ]
         given: dict[bytes, list[int]] = {}  # immediate, queued
         left = standing.left
-        open_now = [self._place(b, claim) for b in fitting if slots(b.free, needs)]
+        open_now = [self._place(b, claim) for b in fitting if self._slots(b, needs)]
         heapq.heapify(open_now)
-        free = {b.member.contact.id: slots(b.free, needs) for b in fitting}
+        free = {b.member.contact.id: self._slots(b, needs) for b in fitting}
         while left and open_now:
             far, slow, load, luck, peer = heapq.heappop(open_now)
             booked = self.tickets[peer]
@@ -272,7 +304,7 @@ class Market:
         """Where it has its inputs; where it ends first; where most is free."""
         peer, needs = booked.member.contact.id, claim.needs.capacity
         load = 1 - slots(booked.free, needs) / max(1, slots(booked.member.capacity, needs))
-        speed = round(4 * booked.member.traits.speed)
+        speed = round(4 * min(1e6, booked.member.traits.speed))
         return peer not in claim.near, -speed, load, self._rng.random(), peer
 
     def ticket(self, member: Member, ticket: Ticket, now: float) -> list[Redemption]:
@@ -283,18 +315,20 @@ class Market:
             known = self.tickets[peer] = _Booked(member, ticket.free)
         known.free, known.queue_s, known.queue_units = ticket
         rows: list[Redemption] = []
+        left = self._config.leases_max  # no peer leases more at a time
         for queued in (False, True):
-            while len(rows) < REDEMPTIONS_MAX:
+            while left and len(rows) < REDEMPTIONS_MAX:
                 standing = self._first(known, queued, now)
                 if standing is None:
                     break
-                count = min(standing.left, self._room(known, standing.claim, queued))
+                count = min(left, standing.left, self._room(known, standing.claim, queued))
+                left -= count
                 split = (0, count) if queued else (count, 0)
                 rows.append(self._give(standing, known, *split, now)[1])
         return _merged(rows)
 
     def _room(self, booked: _Booked, claim: Claim, queued: bool) -> int:
-        return self._ahead(booked, claim) if queued else slots(booked.free, claim.needs.capacity)
+        return self._ahead(booked, claim) if queued else self._slots(booked, claim.needs.capacity)
 
     def _first(self, booked: _Booked, queued: bool, now: float) -> _Standing | None:
         """Of the claims that a ticket meets and has room for."""
@@ -312,7 +346,7 @@ class Market:
 
     def _head(self, needs: Needs, peer: bytes, now: float) -> tuple[float, int, _Standing] | None:
         line = self._lines[needs]
-        while line and not line[0][2].left:
+        while line and not _counts(line[0]):
             heapq.heappop(line)
         if not line:
             del self._lines[needs]
@@ -320,7 +354,7 @@ class Market:
         if not self._avoids(line[0][2], peer, now):
             return line[0]
         few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
-        return next((e for e in few if e[2].left and not self._avoids(e[2], peer, now)), None)
+        return next((e for e in few if _counts(e) and not self._avoids(e[2], peer, now)), None)
 
     # ----------------------------------------------------------------- as time goes by
 
@@ -348,9 +382,13 @@ class Market:
             assert min(booked.free) >= 0, "a ticket was promised away twice"
         for standing in self._claims.values():
             lined = self._lines.get(standing.claim.needs, [])
-            assert not standing.left or any(e[2] is standing for e in lined), (
-                "a claim is in no line"
-            )
+            lined_up = any(e[2] is standing and _counts(e) for e in lined)
+            assert not standing.left or lined_up, "a claim is in no line"
+
+
+def _counts(entry: tuple[float, int, _Standing]) -> bool:
+    """A place in a line: not of a claim that has all it wants, or has moved back since."""
+    return bool(entry[2].left) and entry[0] == entry[2].order
 
 
 def _share_s(booked: _Booked, claim: Claim) -> float:

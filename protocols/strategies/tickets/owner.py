@@ -25,14 +25,15 @@ from ...messages import (
     Member,
     PostClaims,
     PostTicket,
+    Prospect,
     Redeem,
     Redeemed,
     Redemption,
     Ticket,
     TicketPosted,
 )
-from ...rpc import CallFailed, Refused, Rpc
-from .market import Market, Match
+from ...rpc import CallFailed, Rpc
+from .market import ClaimKey, Market, Match
 from .space import Space
 
 TICK_S = 0.5
@@ -50,7 +51,8 @@ class Owner:
         self._space = space
         self._rng = rng
         self._config = config
-        self._asked: set[tuple[bytes, bytes]] = set()  # cell and peer: an answer is on its way
+        # cell and peer: so many answers are on their way
+        self._asked: Counter[tuple[bytes, bytes]] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._some = asyncio.Event()
         rpc.on(PostClaims, self._post_claims)
@@ -61,17 +63,21 @@ class Owner:
 
     def _post_claims(self, sender: Contact, message: PostClaims) -> ClaimsPosted:
         now = self._now()
-        count = sum(map(len, self.markets.values())) if len(message.claims) else 0
-        if count + len(message.claims) > self._config.claims_max:
-            raise Refused("overload", "this peer has more claims than it can see to")
+        room = self._config.claims_max - sum(map(len, self.markets.values()))
         prospects = []
         matches: dict[bytes, list[Match]] = defaultdict(list)
         for claim in message.claims:
             market = self.markets.get(claim.cell)
-            if market is None and claim.wanted > claim.offered:
-                market = self._open(claim.cell)
-            if market is None:
-                market = Market(claim.cell, self._config, self._rng)  # it wants nothing: forgotten
+            known = market is not None and market.has(sender.id, claim.id)
+            if claim.wanted > claim.offered and not known:
+                market = market or self._open(claim.cell)
+                room -= 1
+                if room < 0 or market is None:
+                    self.counts["overload"] += 1
+                    market = None
+            if market is None:  # it wants nothing; or it is said again, perhaps to another owner
+                prospects.append(Prospect(claim.offered))
+                continue
             prospect, found = market.post(sender.id, claim, now)
             prospects.append(prospect)
             matches[claim.cell].extend(found)
@@ -80,16 +86,21 @@ class Owner:
             self._redeem(cell, found)
         return ClaimsPosted.of(tuple(prospects))
 
-    def _open(self, cell: bytes) -> Market:
+    def _open(self, cell: bytes) -> Market | None:
+        """None: this peer has more cells already than it can see to."""
         if len(self.markets) >= MARKETS_MAX:
-            raise Refused("overload", "this peer has more cells than it can see to")
+            return None
         market = self.markets[cell] = Market(cell, self._config, self._rng)
         self._some.set()
+        self._look_for(cell, market)
+        return market
+
+    def _look_for(self, cell: bytes, market: Market) -> None:
+        """Who lives there and has no ticket: a newcomer, or one whose answer was lost."""
         if self._config.ticket_on_change:
             for member in self._space.members_of(cell):
-                if member.state == State.ALIVE:
+                if member.state == State.ALIVE and member.contact.id not in market.tickets:
                     market.expect(member)
-        return market
 
     # ----------------------------------------------------------------- tickets
 
@@ -100,20 +111,29 @@ class Owner:
         rows: list[Redemption] = []
         wanted_s = 0.0
         ticket = message.ticket
+        short: dict[bytes, list[ClaimKey]] = defaultdict(list)
+        for cell, home, claim, count in message.short:
+            market = self.markets.get(cell)
+            if market is not None:
+                market.short(home, claim, count)
+                short[cell].append((home, claim))
+        taken = True
         for cell in message.cells:
             market = self.markets.get(cell)
             if market is None and not self._config.ticket_on_change:
                 market = self._open(cell)
             if market is None or member is None:
                 continue
-            for home, claim, count in message.short:
-                market.short(home, claim, count)
             wanted_s = max(wanted_s, self._wanted_s(market, now))
-            if (cell, sender.id) not in self._asked:
+            if self._asked[cell, sender.id]:
+                taken = False
+            else:
                 rows += market.ticket(member, ticket, now)
                 ticket = market.left_of(sender.id)
         self.counts["notifications"] += sum(row.count for row in rows)
-        return TicketPosted.of(tuple(rows), wanted_s)
+        for cell, claims in short.items():
+            self._redeem(cell, self.markets[cell].serve_again(claims, sender.id, now))
+        return TicketPosted.of(tuple(rows), wanted_s, taken)
 
     def _wanted_s(self, market: Market, now: float) -> float:
         return max(0.0, market.active_at + self._config.ticket_wanted_s - now)
@@ -137,7 +157,7 @@ class Owner:
             market, contact = self.markets.get(cell), self._members.contact(peer)
             if market is None or contact is None:
                 return
-            self._asked.add((cell, peer))
+            self._asked[cell, peer] += 1
             market.heard(peer)
             self.counts["redeems"] += 1
             self.counts["notifications"] += sum(row.count for row in rows)
@@ -149,16 +169,25 @@ class Owner:
             except CallFailed:
                 answer = None
             finally:
-                self._asked.discard((cell, peer))
+                self._asked[cell, peer] -= 1
+                if not self._asked[cell, peer]:
+                    del self._asked[cell, peer]
             offered = 0
+            short = []
             for index, row in enumerate(rows):
                 done = answer.offered[index] if answer and index < len(answer.offered) else 0
                 offered += done
-                market.short(row.home, row.claim, row.count - min(done, row.count))
+                if done < row.count:
+                    market.short(row.home, row.claim, row.count - done)
+                    short.append((row.home, row.claim))
+            if short:
+                self._redeem(cell, market.serve_again(short, peer, self._now()))
             member = self._members.get(peer)
             if answer is None or member is None:
-                market.tickets.pop(peer, None)
+                market.tickets.pop(peer, None)  # it is looked for again in a while
                 return
+            if self._asked[cell, peer]:
+                return  # it was asked more meanwhile: that answer says what is left
             if rows and not offered:  # whatever it says: it has nothing for these
                 answer = Redeemed.of((), Ticket(Capacity()))
             rows = tuple(market.ticket(member, answer.ticket, self._now()))
@@ -168,11 +197,16 @@ class Owner:
     # ----------------------------------------------------------------- as time goes by
 
     async def run(self) -> None:
+        look_at = 0.0
         while True:
             await self._some.wait()
             await asyncio.sleep(TICK_S)
             now = self._now()
+            look = now >= look_at
+            look_at = now + self._config.ticket_refresh_s if look else look_at
             for cell, market in list(self.markets.items()):
+                if look:
+                    self._look_for(cell, market)
                 self._redeem(cell, market.tick(now))
                 if not market.active(now):
                     del self.markets[cell]
@@ -188,6 +222,12 @@ class Owner:
                 market.forget_home(new.contact.id)
             if new.state != State.ALIVE or anew:
                 market.tickets.pop(new.contact.id, None)
+        came = new.state == State.ALIVE and (old is None or old.state != State.ALIVE or anew)
+        if came and self._config.ticket_on_change:
+            for cell in self._space.cells_of(new):
+                found = self.markets.get(cell.key)
+                if found is not None and new.contact.id not in found.tickets:
+                    found.expect(new)  # and asked with the next tick
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
