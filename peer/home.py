@@ -151,6 +151,9 @@ class Home:
         named = "idempotency" in options  # else the id was drawn a moment ago
         if named and (self.knows(id) or self.journal.keeping.follows(id) is not None):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
+        if self.journal.keeping.is_closing(id):
+            left = "what is left of an earlier submission with this key is being put away"
+            raise Refused("busy", f"{left}; submit it again in a moment")
         about = {
             "name": workflow.name,
             "owner": owner,

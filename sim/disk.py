@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class SimDatabase:
         self._waiting: list[tuple[list[Statement], asyncio.Future[None]]] = []
         self._syncing: list[tuple[list[Statement], asyncio.Future[None]]] = []
         self._dead = False
+        self._failed: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
 
     async def write(self, statements: list[Statement]) -> None:
         await asyncio.shield(self.begin(statements))
@@ -83,12 +85,15 @@ class SimDatabase:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+                self._failed.add(future)
         if self._waiting:
             self._sync()
 
     def crash(self) -> None:
         """Some of what was on its way got there, in its order; nobody was told."""
         self._dead = True
+        for future in list(self._failed):
+            future.exception()  # who was to hear of it hears nothing any more
         rows = [*self._syncing, *self._waiting]
         for statements, _ in rows[: self._rng.randint(0, len(rows))] if not self.full else ():
             self.platter.apply(statements)

@@ -127,9 +127,9 @@ class Host:
             self._network.close(self.id)
         elif self._network.rng.random() < 0.5:
             self._network.muted.add(self.id)
+        self.database.crash()
         self.life.kill()
         self.life = None
-        self.database.crash()
 
     def bury(self) -> None:
         """It will not be back, and nobody looks at it any more: it needs no memory."""

@@ -11,6 +11,9 @@ import sys
 
 import pytest
 
+from peer.answers import Problem
+from protocols.keeping.replica import Replica
+from protocols.messages import Candidacy
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
 from sim.world import FAULTS, Plan, World
@@ -132,6 +135,53 @@ def test_a_workflow_that_is_over_at_once_is_not_taken_for_lost() -> None:
         assert not enactment.keeping.leads, "and it is let go of in the end"
 
     run_out(scenario())
+
+
+def test_what_is_put_away_of_a_failed_submission_takes_no_later_one_with_it() -> None:
+    """The disk is full, a submission is refused; then there is room, and it is submitted again with
+    the same key while what was left of the first is still on its way from the disk."""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=1, faults=()))
+        host = world.add_host()
+        await asyncio.sleep(1.0)
+        gateway = host.enactment.gateway
+        text = json.dumps({"name": "w", "tasks": {"t": {"command": ["work", "30"]}}}).encode()
+
+        async def submit() -> tuple[str, bool]:
+            return await host.do(gateway.submit(text, {"idempotency": "k"}, "me", False), 10.0)
+
+        host.database.full = True
+        with pytest.raises(Problem) as refused:
+            await submit()
+        assert refused.value.status == 507
+        host.database.full = False
+        for _ in range(100):
+            try:
+                id, _ = await submit()
+                break
+            except Problem as problem:
+                assert problem.status == 503
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(2.0)
+        kinds = [kind for (kind,) in host.database.read(
+            "select kind from entries where workflow = ? order by seq", (id,)
+        )]  # fmt: skip
+        assert kinds[:2] == ["keepers", "submitted"]
+
+    run_out(scenario())
+
+
+def test_a_copy_that_stayed_behind_tells_nobody_that_it_is_out() -> None:
+    a, b, c, d = (bytes([n]) * 20 for n in range(4))
+    old = Replica("w", count=3, starts=[(0, 1 << 32)], configs=[(0, (a, b, c))], committed=3)
+    stale = Candidacy("w", 9 << 32, 3, 1 << 32, True)
+    newer = Candidacy("w", 9 << 32, 7, 2 << 32, True)
+    assert old.excludes(d, stale), "it has all that the other has, and the set is agreed on"
+    assert not old.excludes(d, newer), "the other may have been asked in since"
+    assert not old.excludes(b, stale)
+    old.committed = 0
+    assert not old.excludes(d, stale), "that set may never count"
 
 
 def test_a_lost_majority_is_not_waited_for_for_ever() -> None:

@@ -264,8 +264,7 @@ class Elections:
         if replica is None:  # chosen as a keeper, but has got nothing yet; or had, and gave it up
             replica = keeping.shelf.remains(workflow)
         promised = replica.promised
-        agreed = replica.agreed_keepers
-        if agreed and replica.config_agreed and candidate not in agreed:
+        if replica.excludes(candidate, asked):
             why = "you are no keeper of it any more"
             return Vote(workflow, False, promised, why, replica.home, outsider=True)
         why = replica.why_not(asked) or self._loyal(replica, candidate)

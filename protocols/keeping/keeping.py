@@ -150,8 +150,14 @@ class Keeping:
         self.leads.pop(workflow, None)
         replica = self.replicas.pop(workflow, None)
         if replica is not None:
+            self._closing.add(workflow)  # until then another of that name would go with it
             gone = Write(workflow, replica.promised, forget=True, position=replica.floor)
-            self.shelf.write([gone], soon=True)
+            done = self.shelf.write([gone], soon=True)
+            done.add_done_callback(lambda _: self._closing.discard(workflow))
+
+    def is_closing(self, workflow: str) -> bool:
+        """What was here of that name is on its way from the disk."""
+        return workflow in self._closing
 
     def append(
         self,

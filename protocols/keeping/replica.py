@@ -111,15 +111,6 @@ class Replica:
         return self.configs[-1][1] if self.configs else ()
 
     @property
-    def agreed_keepers(self) -> tuple[bytes, ...]:
-        """As a majority has them."""
-        found: tuple[bytes, ...] = ()
-        for seq, keepers in self.configs:
-            if seq < self.committed:
-                found = keepers
-        return found
-
-    @property
     def config_agreed(self) -> bool:
         return bool(self.configs) and self.configs[-1][0] < self.committed
 
@@ -205,6 +196,15 @@ class Replica:
         if (asked.last_epoch, asked.entries) < self.position:
             return "its copy is behind this one"
         return ""
+
+    def excludes(self, candidate: bytes, asked: Candidacy) -> bool:
+        """It is no keeper any more, which a majority agreed on: it may give up its copy.
+
+        Only who has all that it has can know: a copy that stayed behind knows an old set, in which
+        those of today may not be. (One whose last entry is of a later epoch, or that is longer in
+        the same one, has every entry of the other's that counts.)"""
+        ahead = (self.last_epoch, self.count) >= (asked.last_epoch, asked.entries)
+        return self.config_agreed and candidate not in self.keepers and ahead
 
     # ----------------------------------------------------------------- leading
 
