@@ -18,19 +18,26 @@ from protocols.config import LAN
 from protocols.messages import (
     AttemptKey,
     Capacity,
+    Claim,
     Commit,
     Contact,
     Grant,
     Hello,
     Member,
     Needs,
+    Offer,
     Offers,
     Outcome,
     Ping,
+    PostClaims,
+    PostTicket,
+    Redeem,
+    Redemption,
     Report,
     Reserve,
     Room,
     Sync,
+    Ticket,
     Traits,
     Value,
     Work,
@@ -115,6 +122,12 @@ def _sample_messages() -> Iterator[messages.Message]:
     yield Hello(member=member)
     yield Ping(digest=7, rumours=(pack_member(member),))
     yield Sync(digests=bytes(64))
+    claim = Claim(1, _ME, needs, 10, 2, 3.0, avoid=(_ME,))
+    ticket = Ticket(Capacity(1000), 0.5, 10)
+    yield PostClaims(claims=(claim,))
+    yield PostTicket(cells=(_ME,), ticket=ticket, short=((_ME, _ME, 1, 1),))
+    yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0)
+    yield Offer(claim=1, cell=_ME, leases=(1, 2))
     yield Reserve(asks=(Room(needs, 3, 0.5),))
     yield Offers(grants=(Grant((1, 2), 1, 0.1),), free=Capacity(1000), ttl_s=5.0)
     yield Commit(works=(work, work._replace(command=None, call="m:f", arguments=b"\x92\x90\x80")))

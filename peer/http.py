@@ -18,6 +18,7 @@ from aiohttp import http_exceptions, web
 from pydantic import BaseModel
 
 from protocols.messages import File
+from workflow.model import STRATEGIES
 from workflow.tree import DOCUMENT_BYTES_MAX
 
 from . import api
@@ -231,6 +232,10 @@ class Http:
         for name in ("time_scale", "size_scale"):
             if name in request.query:
                 options[name] = _number(request, name)
+        if "strategy" in request.query:
+            options["strategy"] = strategy = request.query["strategy"]
+            if strategy not in STRATEGIES:
+                raise Problem(400, f"strategy is one of {', '.join(STRATEGIES)}")
         key = request.headers.get("Idempotency-Key")
         if key is not None:
             if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from workflow.model import STRATEGIES
 from workflow.schema import WorkflowDocument
 
 from . import api
@@ -56,6 +57,7 @@ ROUTES = (
             Parameter("Idempotency-Key", "repeats with the same key submit once", "header"),
             Parameter("time_scale", "of a WfFormat instance", type="number"),
             Parameter("size_scale", "of a WfFormat instance", type="number"),
+            Parameter("strategy", "how its tasks find peers, instead of what it says itself"),
             _WAIT,
         ),
         body="workflow",
@@ -225,6 +227,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "wait": {"minimum": 0, "maximum": 1_000_000},
     "time_scale": {"minimum": 0, "maximum": 1_000_000},
     "size_scale": {"minimum": 0, "maximum": 1_000_000},
+    "strategy": {"enum": list(STRATEGIES)},
 }
 
 

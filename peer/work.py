@@ -4,6 +4,7 @@ messages, its deadline as a time."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 
@@ -124,9 +125,12 @@ def read_document(text: bytes, options: dict[str, object]) -> Workflow:
     """As it was submitted: our own document, or a WfFormat instance with its scales."""
     value, lines = tree.read(text)
     if wfformat.is_instance(value):
-        return wfformat.parse(
+        found = wfformat.parse(
             value,
             float(str(options.get("time_scale", 1.0))),
             float(str(options.get("size_scale", 1.0))),
         )
-    return document.from_value(value, lines)
+    else:
+        found = document.from_value(value, lines)
+    strategy = options.get("strategy")
+    return found if strategy is None else replace(found, strategy=str(strategy))

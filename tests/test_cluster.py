@@ -59,6 +59,20 @@ def test_every_example_gives_its_result(cluster, path, tmp_path) -> None:
     assert expected[2] in (tmp_path / "out" / expected[1]).read_text()
 
 
+def test_claims_meet_tickets(cluster) -> None:
+    """By `--strategy`, which also goes for what can't say one itself; more tasks than cores."""
+    tasks = {"t": {"foreach": 30, "command": ["sleep", "0.2"]}}
+    workflow = cluster.client(1).submit({"name": "t", "tasks": tasks}, strategy="tickets")
+    assert workflow.wait() == "succeeded"
+    assert workflow.view()["strategy"] == "tickets"
+    placed = [workflow.task(f"t[{n}]")["history"][-1] for n in range(30)]
+    assert {one["placement"]["strategy"] for one in placed} == {"tickets"}
+    assert all("its claim met a ticket" in one["placement"]["why"] for one in placed)
+    assert len({one["peer"] for one in placed}) > 3
+    with pytest.raises(Problem, match="strategy is one of auto, probe, tickets"):
+        cluster.client().submit({"name": "t", "tasks": tasks}, strategy="astrology")
+
+
 @pytest.mark.skipif(not INSTANCES.is_dir(), reason="the WfCommons instances are not here")
 @pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.json")), ids=lambda p: p.stem)
 def test_every_instance_replays_to_success(cluster, path) -> None:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from workflow.model import STRATEGIES
 from workflow.problems import DocumentError
 from workflow.quantities import show_bytes, show_seconds
 
@@ -105,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--time-scale", type=float, help="of a WfFormat instance's run times")
     sub.add_argument("--size-scale", type=float, help="of a WfFormat instance's file sizes")
+    text = "how its tasks find peers, instead of what it says itself"
+    sub.add_argument("--strategy", choices=STRATEGIES, help=text)
     sub.add_argument("--key", help="an idempotency key: repeats submit once")
 
     sub = listing("ls", _ls, "List workflows, newest first.")
@@ -262,8 +265,12 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
     # a mistake in the document is told before anybody is asked
     body, kind, uploads = submission.prepare_text(text, base)
     client = Client()
-    scales = {"time_scale": options.time_scale, "size_scale": options.size_scale}
-    workflow = client.send(body, kind, uploads, scales, options.key)
+    asked = {
+        "time_scale": options.time_scale,
+        "size_scale": options.size_scale,
+        "strategy": options.strategy,
+    }
+    workflow = client.send(body, kind, uploads, asked, options.key)
     if not options.watch:
         if options.json:
             return _json(display, workflow.view())

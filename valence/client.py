@@ -211,6 +211,7 @@ class Client:
         *,
         time_scale: float | None = None,
         size_scale: float | None = None,
+        strategy: str | None = None,
         key: str | None = None,
         wait_s: float = 0.0,
     ) -> Workflow:
@@ -220,7 +221,12 @@ class Client:
         from . import submission
 
         text, kind, uploads = submission.prepare(document)
-        asked = {"time_scale": time_scale, "size_scale": size_scale, "wait": wait_s or None}
+        asked: dict[str, float | str | None] = {
+            "time_scale": time_scale,
+            "size_scale": size_scale,
+            "strategy": strategy,
+            "wait": wait_s or None,
+        }
         return self.send(text, kind, uploads, asked, key)
 
     def send(
@@ -228,7 +234,7 @@ class Client:
         text: bytes,
         kind: str,
         uploads: list[tuple[Path, str]],
-        asked: dict[str, float | None],
+        asked: dict[str, float | str | None],
         key: str | None,
     ) -> Workflow:
         """What `submission.prepare` made of a document: its files first."""
