@@ -125,7 +125,8 @@ def own_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     def start(peers: int, *more: str) -> Cluster:
         found = Cluster(tmp_path / f"cluster-{len(started)}", peers, *more)
         started.append(found)
-        wait_for(lambda: len(found.client().peers()) == peers, 20)
+        for index in range(peers):  # who is left must know of those that a test takes away
+            wait_for(lambda index=index: len(found.client(index).peers()) == peers, 20)
         return found
 
     yield start
