@@ -120,12 +120,13 @@ class Host:
         await self.peer.liveness.sync(seed)
         await self.peer.overlay.find(self.id)
 
-    def kill(self, whole: bool = True) -> None:
-        """Between two steps, with nothing said; not the `whole` host, but its process."""
+    def kill(self, whole: bool = True, mute: bool = False) -> None:
+        """Between two steps, with nothing said; not the `whole` host, but its process. `mute`: and
+        what it had sent is lost with it, as it is every other time."""
         assert self.life is not None
         if not whole:
             self._network.close(self.id)
-        elif self._network.rng.random() < 0.5:
+        elif mute or self._network.rng.random() < 0.5:
             self._network.muted.add(self.id)
         self.database.crash()
         self.life.kill()

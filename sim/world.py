@@ -618,10 +618,11 @@ class World:
         calm = calm and self._now() - self._died_at >= 20.0
         if not calm or lost >= self.plan.peers // 3 or len(self.up()) <= 4:
             return
+        traitor = host is not None and host.up
         host = host if host is not None and host.up else self.rng.choice(self.up())
         host.gone = True
         self.say(f"peer {host.index} dies for good")
-        host.kill(whole=self.rng.random() < 0.5)
+        host.kill(whole=traitor or self.rng.random() < 0.5, mute=traitor)
         self._calm_since = self._died_at = self._now()
 
     async def _replace(self) -> None:
