@@ -209,6 +209,8 @@ class Tickets:
             post = self._posts[group.key] = _Post(self._next_id, group.key)
             self._ids[post.id] = post
         now, patience_s = self._now(), self._config.claim_refresh_s
+        for stall in post.stalls.values():
+            stall.peers = 0  # in cells that nobody lives in any more
         stalls = [self._stall(post, one) for one in reach]
         coming = {s.cell.key: s.under_way(now, patience_s) for s in post.stalls.values()}
         need = group.left - sum(coming.values())
