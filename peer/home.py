@@ -115,7 +115,7 @@ class Home:
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self._active)
 
     def use(self, strategy: Strategy) -> None:
         self._strategies[strategy.name] = strategy

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgpack
@@ -19,7 +18,6 @@ from .messages import BY_NUMBER, CHECKED_MEMBER, Member, Message
 VERSION = 2
 #: values within values
 VALUES_DEEP_MAX = 8
-MEMBERS_READ_MAX = 20_000
 
 T = TypeVar("T")
 
@@ -78,9 +76,7 @@ def pack_member(member: Member) -> bytes:
     return packed
 
 
-@lru_cache(MEMBERS_READ_MAX)
 def read_member(packed: bytes) -> Member:
-    """The same rumour comes again and again: it is read once, and is then the same object."""
     try:
         row = msgpack.unpackb(packed, use_list=False, strict_map_key=True, max_ext_len=0)
         return _checked(CHECKED_MEMBER.validate_python, row)

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from .codec import Malformed, pack_member, read_member
 from .config import Config
@@ -37,33 +38,45 @@ PARTS = 1024
 PARTS_MIN = 16
 CROWD_MIN = 64
 DRAWS_MAX = 50  # for a few that are here, of all that are known
+BELIEFS_READ_MAX = 20_000
 
 Listener = Callable[[Member | None, Member], None]
 Brief = tuple[bytes, int, int, int]  # id, boot, incarnation, state
-
-
-def _rank(member: Member) -> tuple[int, ...]:
-    return member[4:7]  # boot, incarnation, state
 
 
 def _part(peer: bytes, count: int = PARTS) -> int:
     return (peer[0] << 8 | peer[1]) * count >> 16
 
 
-@lru_cache(20_000)
-def _mark(peer: bytes, boot: int, incarnation: int) -> int:
-    """What digests are made of: only of those believed to be here, suspicion aside."""
-    text = b"%b %d %d" % (peer, boot, incarnation)
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+class Belief(NamedTuple):
+    """A member as it is told about, with all that is derived from that once and for all."""
+
+    peer: bytes
+    rank: tuple[int, ...]  # boot, incarnation, state
+    member: Member
+    packed: bytes
+    mark: int  # what digests are made of: only of those believed to be here, suspicion aside
+
+
+@lru_cache(BELIEFS_READ_MAX)
+def believe(packed: bytes) -> Belief:
+    """The same rumour comes again and again: it is read once, and is then the same object."""
+    member = read_member(packed)
+    peer, mark = member.contact.id, 0
+    if member.state <= State.SUSPECT:
+        text = b"%b %d %d" % (peer, member.boot, member.incarnation)
+        mark = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    return Belief(peer, member[4:7], member, packed, mark)
 
 
 def briefs(rumours: Iterable[bytes]) -> Iterable[Brief]:
     for packed in rumours:
         try:
-            m = read_member(packed)
+            belief = believe(packed)
         except Malformed:
             continue
-        yield m.contact.id, m.boot, m.incarnation, m.state
+        boot, incarnation, state = belief.rank
+        yield belief.peer, boot, incarnation, state
 
 
 class Members:
@@ -73,40 +86,40 @@ class Members:
         self.malformed = 0
         self._parts = [0] * PARTS
         self._config = config
-        self._known: dict[bytes, Member] = {me.contact.id: me}
-        self._order = [me.contact.id]  # all of them, by their ids
-        self._packed: dict[bytes, bytes] = {me.contact.id: pack_member(me)}
-        self._since: dict[bytes, float] = {}
-        self._gone: dict[bytes, None] = {}  # dead or left
-        self._held = {self._packed[me.contact.id]}  # what is believed, as it travels
+        self._known: dict[bytes, Belief] = {}
+        self._order: list[bytes] = []  # all of them, by their ids
+        self._gone: dict[bytes, float] = {}  # dead or left, since when; the latest last
         self._told = 0  # messages that carried rumours
-        self._news: dict[bytes, int] = {me.contact.id: 0}  # heard after how many of those
-        self._listeners: list[Listener] = []
+        self._news: dict[bytes, int] = {}  # rumours, heard after how many of those
+        self._listeners: list[tuple[object, Listener]] = []
         self._here: list[Member] | None = None
-        self._count = 1
+        self._count = 0
         self._forget_at = 0.0
-        self._note(me)
+        self._set(believe(pack_member(me)), 0.0)
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def listen(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+    def listen(self, listener: Listener, at_stake: object = True) -> None:
+        """To every change; or only while the container `at_stake` has something in it: most parts
+        of most peers have nothing to do with most others."""
+        self._listeners.append((at_stake, listener))
 
     def get(self, peer: bytes) -> Member | None:
-        return self._known.get(peer)
+        belief = self._known.get(peer)
+        return belief.member if belief else None
 
     def contact(self, peer: bytes) -> Contact | None:
-        member = self._known.get(peer)
-        return member.contact if member else None
+        belief = self._known.get(peer)
+        return belief.member.contact if belief else None
 
     def all(self) -> list[Member]:
-        return list(self._known.values())
+        return [belief.member for belief in self._known.values()]
 
     def here(self) -> list[Member]:
         """Those one may give work to: alive or under suspicion only, this peer among them."""
         if self._here is None:
-            self._here = [m for m in self._known.values() if m.state <= State.SUSPECT]
+            self._here = [b.member for p, b in self._known.items() if p not in self._gone]
         return self._here
 
     @property
@@ -115,49 +128,54 @@ class Members:
         return self._count
 
     def is_here(self, peer: bytes) -> bool:
-        member = self._known.get(peer)
-        return member is not None and member.state <= State.SUSPECT
+        return peer in self._known and peer not in self._gone
 
     def is_alive(self, peer: bytes) -> bool:
         """Here, and not doubted."""
-        member = self._known.get(peer)
-        return member is not None and member.state == State.ALIVE
-
-    def since(self, peer: bytes) -> float:
-        return self._since.get(peer, 0.0)
+        belief = self._known.get(peer)
+        return belief is not None and belief.member.state == State.ALIVE
 
     def hear(self, rumours: Collection[bytes], now: float) -> None:
         # who comes anew learns of everybody: no news to anybody else, and would crowd out what is
         known = len(rumours) > max(CROWD_MIN, len(self._known) // 2)
-        held = self._held
-        for packed in [rumour for rumour in rumours if rumour not in held]:
+        believed = self._known.get
+        for packed in rumours:
             try:
-                rumour = read_member(packed)
+                rumour = believe(packed)
             except Malformed:
                 self.malformed += 1
                 continue
-            mine = rumour.contact.id == self.me.contact.id  # an objection is news to all
-            if self.apply(rumour, now, packed) and known and not mine:
-                self._news.pop(rumour.contact.id, None)
+            if believed(rumour.peer) is rumour:
+                continue
+            mine = rumour.peer == self.me.contact.id  # an objection is news to all
+            if self._take(rumour, now) and known and not mine:
+                self._news.pop(rumour.packed, None)
 
-    def apply(self, rumour: Member, now: float, packed: bytes = b"") -> bool:
+    def apply(self, rumour: Member, now: float) -> bool:
         """Take a belief over if it is newer; True if it was."""
-        peer = rumour.contact.id
+        return self._take(believe(pack_member(rumour)), now)
+
+    def _take(self, rumour: Belief, now: float) -> bool:
+        peer = rumour.peer
         if peer == self.me.contact.id:
-            return self._about_me(rumour)
+            return self._about_me(rumour.member)
         old = self._known.get(peer)
-        if old is not None and rumour[4:7] <= old[4:7]:
-            return False
-        if old is None and (not rumour.http or not self._room()):
-            return False
-        if not rumour.http and old is not None:  # a brief rumour carries the state alone
-            packed = b""
-            rumour = old._replace(
-                boot=rumour.boot, incarnation=rumour.incarnation, state=rumour.state
-            )
-        self._set(rumour, now, packed)
-        for listener in self._listeners:
-            listener(old, rumour)
+        if old is None:
+            if not rumour.member.http or not self._room():
+                return False
+            was = None
+        else:
+            if rumour.rank <= old.rank:
+                return False
+            was = old.member
+            if not rumour.member.http:  # a brief rumour carries the state alone
+                boot, incarnation, state = rumour.rank
+                new = was._replace(boot=boot, incarnation=incarnation, state=state)
+                rumour = believe(pack_member(new))
+        self._set(rumour, now)
+        for at_stake, listener in self._listeners:
+            if at_stake:
+                listener(was, rumour.member)
         return True
 
     def _room(self) -> bool:
@@ -170,7 +188,7 @@ class Members:
         return oldest is not None
 
     def _about_me(self, rumour: Member) -> bool:
-        if _rank(rumour) <= _rank(self.me) or self.me.state == State.LEFT:
+        if rumour[4:7] <= self.me[4:7] or self.me.state == State.LEFT:
             return False
         # object, or take over a higher number that an earlier start of mine reached
         self._update_me(incarnation=max(self.me.incarnation, rumour.incarnation) + 1)
@@ -179,48 +197,41 @@ class Members:
     def describe(self, http: str) -> None:
         """Where HTTP is served, known once the socket is open; before anybody was told."""
         self.me = self.me._replace(http=http)
-        self._set(self.me, 0.0)
+        self._set(believe(pack_member(self.me)), 0.0)
 
     def leave(self) -> None:
         self._update_me(state=int(State.LEFT), incarnation=self.me.incarnation + 1)
 
     def _update_me(self, **changes: int) -> None:
         self.me = self.me._replace(**changes)  # type: ignore[arg-type]
-        self._set(self.me, self._since.get(self.me.contact.id, 0.0))
+        self._set(believe(pack_member(self.me)), 0.0)
 
-    def _set(self, member: Member, now: float, packed: bytes = b"") -> None:
-        peer = member.contact.id
+    def _set(self, belief: Belief, now: float) -> None:
+        peer = belief.peer
         old = self._known.get(peer)
-        if old is not None:
-            self._note(old)
-            self._count -= old.state <= State.SUSPECT
-        else:
+        if old is None:
             insort(self._order, peer)
-        self._note(member)
-        self._count += member.state <= State.SUSPECT
-        self._known[peer] = member
-        self._held.discard(self._packed.get(peer, b""))
-        self._packed[peer] = packed = packed or pack_member(member)
-        self._held.add(packed)
-        self._since[peer] = now
-        self._gone.pop(peer, None)
-        if member.state >= State.DEAD:
-            self._gone[peer] = None  # the latest last
-        self._news.pop(peer, None)
-        self._news[peer] = self._told  # the latest last
+        else:
+            self._news.pop(old.packed, None)
+            if peer in self._gone:
+                del self._gone[peer]
+            else:
+                self._count -= 1
+        changed = belief.mark if old is None else old.mark ^ belief.mark
+        if changed:
+            self.digest ^= changed
+            self._parts[_part(peer)] ^= changed & 0xFFFFFFFF
+        if belief.member.state <= State.SUSPECT:
+            self._count += 1
+        else:
+            self._gone[peer] = now
+        self._known[peer] = belief
+        self._news[belief.packed] = self._told  # the latest last
         self._here = None
-
-    def _note(self, member: Member) -> None:
-        """Into the digests; a second time: out of them."""
-        if member.state <= State.SUSPECT:
-            peer = member.contact.id
-            mark = _mark(peer, member.boot, member.incarnation)
-            self.digest ^= mark
-            self._parts[_part(peer)] ^= mark & 0xFFFFFFFF
 
     def judge(self, peer: bytes, state: State, now: float) -> bool:
         """This peer's own verdict about another."""
-        member = self._known.get(peer)
+        member = self.get(peer)
         if member is None or member.state >= state:
             return False
         return self.apply(member._replace(state=int(state)), now)
@@ -231,19 +242,20 @@ class Members:
             return
         self._forget_at = now + FORGET_S
         limit = now - self._config.forget_dead_s
-        for peer in [p for p in self._gone if self._since[p] < limit]:
+        old = itertools.takewhile(lambda row: row[1] < limit, self._gone.items())
+        for peer, _ in list(old):
             self._drop(peer)
 
     def _drop(self, peer: bytes) -> None:
         del self._order[bisect_left(self._order, peer)]
-        self._held.discard(self._packed.pop(peer))
-        del self._known[peer], self._since[peer], self._gone[peer]
-        self._news.pop(peer, None)
+        del self._gone[peer]
+        self._news.pop(self._known.pop(peer).packed, None)
 
     # ----------------------------------------------------------------- gossip
 
     def packed(self, peer: bytes) -> bytes | None:
-        return self._packed.get(peer)
+        belief = self._known.get(peer)
+        return belief.packed if belief else None
 
     def draw(self, rng: random.Random, count: int, without: Collection[bytes]) -> list[Member]:
         """So many of those who are here, at random; fewer if there are no more."""
@@ -254,7 +266,7 @@ class Members:
         for _ in range(DRAWS_MAX):
             peer = self._order[rng.randrange(len(self._order))]
             if peer not in without and self.is_here(peer):
-                found[peer] = self._known[peer]
+                found[peer] = self._known[peer].member
                 if len(found) == count:
                     return list(found.values())
         # of all that are known hardly any is left
@@ -265,8 +277,9 @@ class Members:
         """Any of those that died; `chosen` draws a number below its argument."""
         for _ in range(min(8, len(self._gone))):
             peer = next(itertools.islice(self._gone, chosen(len(self._gone)), None))
-            if self._known[peer].state == State.DEAD:
-                return self._known[peer]
+            member = self._known[peer].member
+            if member.state == State.DEAD:
+                return member
         return None
 
     def rumours(self, told: Collection[bytes] = ()) -> tuple[bytes, ...]:
@@ -277,7 +290,7 @@ class Members:
         past = self._told - self._config.gossip_repeat * math.ceil(math.log2(len(self._known) + 1))
         while self._news and next(iter(self._news.values())) < past:
             del self._news[next(iter(self._news))]
-        news: Iterable[bytes] = map(self._packed.__getitem__, reversed(self._news))
+        news: Iterable[bytes] = reversed(self._news)
         if told:
             news = (packed for packed in news if packed not in told)
         return tuple(itertools.islice(news, self._config.gossip_per_message))
@@ -306,17 +319,16 @@ class Members:
         recent = now - self._config.news_s  # older losses are news to nobody
         brief: list[Brief] = []
         full: list[bytes] = []
-        for peer, m in self._in(parts, count):
-            if m.state > State.SUSPECT:
-                if self._since[peer] > recent:
-                    brief.append((peer, m.boot, m.incarnation, m.state))
-            elif parts[_part(peer, count)]:
-                full.append(self._packed[peer])
-            else:
-                brief.append((peer, m.boot, m.incarnation, m.state))
+        for belief in self._in(parts, count):
+            peer, (boot, incarnation, state) = belief.peer, belief.rank
+            since = self._gone.get(peer)
+            if since is None and parts[_part(peer, count)]:
+                full.append(belief.packed)
+            elif since is None or since > recent:
+                brief.append((peer, boot, incarnation, state))
         return tuple(parts), tuple(brief), tuple(full)
 
-    def _in(self, parts: Iterable[int], count: int) -> Iterator[tuple[bytes, Member]]:
+    def _in(self, parts: Iterable[int], count: int) -> Iterator[Belief]:
         for part in parts:
             if part >= count:
                 continue  # whoever says so: there is no such part
@@ -324,7 +336,7 @@ class Members:
             for peer in itertools.islice(self._order, at, None):
                 if _part(peer, count) != part:
                     break
-                yield peer, self._known[peer]
+                yield self._known[peer]
 
     def compare(
         self, parts: Iterable[int], count: int, known: Iterable[Brief]
@@ -332,11 +344,16 @@ class Members:
         """Against another's view of these parts: what it lacks, and whom this peer lacks."""
         theirs = {peer: (boot, incarnation, state) for peer, boot, incarnation, state in known}
         lacks = tuple(
-            self._packed[p]
-            for p, m in self._in(parts, count)
-            if (_rank(m) > theirs[p] if p in theirs else m.state <= State.SUSPECT)
+            belief.packed
+            for belief in self._in(parts, count)
+            if (
+                belief.rank > theirs[belief.peer]
+                if belief.peer in theirs
+                else belief.peer not in self._gone
+            )
         )
+        known_here = self._known
         wanted = tuple(
-            p for p, r in theirs.items() if p not in self._known or r > _rank(self._known[p])
+            p for p, r in theirs.items() if p not in known_here or r > known_here[p].rank
         )
         return lacks, wanted

@@ -98,7 +98,7 @@ class Keeping:
         self._couriers: dict[bytes, _Courier] = {}
         self._closing: set[str] = set()  # copies on their way from the disk
         rpc.on(Keep, self._keep)
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self.replicas)
 
     def load(self) -> None:
         """After a start: nobody is home of anything until the keepers agree on it anew."""

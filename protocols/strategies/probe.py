@@ -92,7 +92,7 @@ class Probe:
         self._asking = False
         self._wake = asyncio.Event()
         self._late: set[asyncio.Task[Offers]] = set()
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self._waiting.groups)
 
     # ----------------------------------------------------------------- the interface
 

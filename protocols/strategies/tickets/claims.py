@@ -115,7 +115,7 @@ class Tickets:
         self._look_s = LOOK_S_MIN
         self._wake = asyncio.Event()
         rpc.on(Offer, self._offer)
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self._waiting.groups)
 
     # ----------------------------------------------------------------- the interface
 

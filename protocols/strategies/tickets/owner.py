@@ -57,7 +57,7 @@ class Owner:
         self._some = asyncio.Event()
         rpc.on(PostClaims, self._post_claims)
         rpc.on(PostTicket, self._post_ticket)
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self.markets)
 
     # ----------------------------------------------------------------- claims
 
