@@ -137,7 +137,7 @@ class Host:
         peer = self.peer
         self._network.forget(peer.contact)
         self.platter.tables.close()
-        for part in (peer.members, peer.overlay.table, peer.records.store):
+        for part in (peer.members, peer.overlay, peer.records.store):
             vars(part).clear()
 
     async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:

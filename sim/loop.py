@@ -25,7 +25,6 @@ class Life:
     def __init__(self) -> None:
         self.dead = False
         self.stopped = False
-        self.steps = 0
         self._held: list[_Soon | _Timer] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 64
@@ -61,7 +60,6 @@ class Life:
         if self.stopped:
             self._held.append(step)
             return False
-        self.steps += 1
         return True
 
 

@@ -116,11 +116,14 @@ class Network:
         self._deliver(end, end.rpc.received, sender, payload)
 
     def _deliver(self, end: SimWire, what: Callable[..., None], *arguments: object) -> None:
-        if end.life is None:
+        life = end.life
+        if life is None:
             what(*arguments)
-        else:
+        elif life.stopped:  # it is held until the peer goes on
             loop = asyncio.get_running_loop()
-            loop.call_soon(what, *arguments, context=end.life.context)
+            loop.call_soon(what, *arguments, context=life.context)
+        elif not life.dead:
+            life.context.run(what, *arguments)
 
 
 class SimWire:

@@ -32,7 +32,7 @@ class Archive:
         self._under_way: dict[str, float] = {}  # since when
         self._fellows: set[bytes] = set()  # who keeps any of these journals, too
         keeping.on_put_away = self._fellows.update
-        keeping.members.listen(self._member_changed)
+        keeping.members.listen(self._member_changed, at_stake=self._fellows)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         few = self._keeping.config.keepers

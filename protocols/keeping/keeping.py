@@ -571,8 +571,6 @@ class Keeping:
     # ----------------------------------------------------------------- who is there
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if not self.replicas:
-            return  # most of the time, of most peers
         peer = new.contact.id
         anew = old is not None and old.boot != new.boot
         if new.state != State.ALIVE or anew:

@@ -2,6 +2,9 @@
 
 A lookup never waits for its slowest peer: an unanswered one is passed over after a soft time-out
 and another is asked. Members known dead or gone leave the table at once.
+
+Every message is a sign of life, and lookups are rare: what was seen is sorted into the table when
+somebody asks it, a contact once however often it was seen since.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from ..rpc import CallFailed, Rpc
 from .lookup import Lookup
 from .table import Table, distance
 
+UNSORTED_MAX = 1024
+
 
 class Overlay:
     def __init__(self, rpc: Rpc, rng: random.Random, config: Config) -> None:
-        self.table = Table(rpc.me.id, config.bucket_size)
+        self._table = Table(rpc.me.id, config.bucket_size)
+        self._unsorted: dict[bytes, Contact | None] = {}  # the latest last; None: it is gone
         # What the failure detector says: who is there by its word is not pinged by this one's, too
         self.is_alive: Callable[[bytes], bool] = lambda peer: False
         self._rpc = rpc
@@ -29,8 +35,34 @@ class Overlay:
         self._checking: set[bytes] = set()
         rpc.on(FindPeers, self._find_peers)
 
+    @property
+    def table(self) -> Table:
+        """As of now."""
+        self._sort()
+        return self._table
+
     def saw(self, contact: Contact) -> None:
-        doubtful = self.table.saw(contact)
+        self._put_by(contact.id, contact)
+
+    def gone(self, peer: bytes) -> None:
+        self._put_by(peer, None)
+
+    def _put_by(self, peer: bytes, contact: Contact | None) -> None:
+        self._unsorted.pop(peer, None)
+        self._unsorted[peer] = contact
+        if len(self._unsorted) >= UNSORTED_MAX:
+            self._sort()
+
+    def _sort(self) -> None:
+        news, self._unsorted = self._unsorted, {}
+        for peer, contact in news.items():
+            if contact is None:
+                self._table.remove(peer)
+            else:
+                self._sort_in(contact)
+
+    def _sort_in(self, contact: Contact) -> None:
+        doubtful = self._table.saw(contact)
         if doubtful is not None and self.is_alive(doubtful.id):
             return
         if doubtful is not None and doubtful.id not in self._checking and len(self._checks) < 16:
@@ -44,15 +76,12 @@ class Overlay:
         try:
             limit_s = self._config.lookup_timeout_s
             await self._rpc.call(doubtful, Ping(digest=0), Ack, limit_s, probing=True)
-            self.table.saw(doubtful)
+            self.saw(doubtful)
         except CallFailed:
             self.table.remove(doubtful.id)
             self.table.saw(newcomer)
         finally:
             self._checking.discard(doubtful.id)
-
-    def gone(self, peer: bytes) -> None:
-        self.table.remove(peer)
 
     async def find(self, target: bytes, wanted: int | None = None) -> list[Contact]:
         """The closest peers to a key, nearest first; this peer counts among them."""
@@ -88,7 +117,7 @@ class Overlay:
             self.table.missed(contact.id)
             lookup.failed(contact.id)
         else:
-            self.table.saw(contact)
+            self.saw(contact)
             lookup.answered(contact.id, (c for c in answer.contacts if c.id != self._rpc.me.id))
 
     def _find_peers(self, sender: Contact, message: FindPeers) -> FoundPeers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import lru_cache
 
 from kademlia.node import Node
 from kademlia.routing import KBucket, RoutingTable
@@ -18,10 +19,17 @@ from ..messages import ID_BYTES, Contact
 
 #: unanswered calls in a row before a contact is dropped
 STRIKES_MAX = 3
+NODES_MADE_MAX = 20_000
 
 
 def distance(a: bytes, b: bytes) -> int:
     return int.from_bytes(a, "big") ^ int.from_bytes(b, "big")
+
+
+@lru_cache(NODES_MADE_MAX)
+def _node(contact: Contact) -> Node:
+    """As the package has it: the same contact comes again and again."""
+    return Node(contact.id, contact.host, contact.port)
 
 
 class Table:
@@ -48,21 +56,21 @@ class Table:
             return None
         if self._strikes:
             self._strikes.pop(contact.id, None)
-        bucket = self._bucket(contact.id)
+        node = _node(contact)
+        bucket = self._bucket(node.long_id)
         if self._contacts.get(contact.id) == contact:
             bucket.nodes.move_to_end(contact.id)
             return None
         enough = bucket.range[0] in self._settled and len(bucket.replacement_nodes) >= bucket.ksize
         if enough and contact.id not in self._contacts:
             return self._contacts[next(iter(bucket.nodes))]
-        node = Node(contact.id, contact.host, contact.port)
         while not bucket.add_node(node):
             splits = bucket.has_in_range(self._table.node) or _depth(bucket) % 5 != 0
             if not splits:
                 self._settled.add(bucket.range[0])
                 return self._contacts[next(iter(bucket.nodes))]
             self._split(bucket)
-            bucket = self._bucket(contact.id)
+            bucket = self._bucket(node.long_id)
         self._contacts[contact.id] = contact
         return None
 
@@ -77,7 +85,7 @@ class Table:
     def remove(self, peer: bytes) -> None:
         self._strikes.pop(peer, None)
         contact = self._contacts.pop(peer, None)
-        bucket = self._bucket(peer)
+        bucket = self._bucket(int.from_bytes(peer, "big"))
         if contact is not None or peer in bucket.replacement_nodes:
             self._settled.discard(bucket.range[0])
             bucket.remove_node(Node(peer))
@@ -102,10 +110,9 @@ class Table:
                     return False
         return True
 
-    def _bucket(self, peer: bytes) -> KBucket:
+    def _bucket(self, id: int) -> KBucket:
         # the package's own search misplaces an id that equals a bucket's upper end
-        index = bisect_right(self._starts, int.from_bytes(peer, "big")) - 1
-        bucket: KBucket = self._table.buckets[index]
+        bucket: KBucket = self._table.buckets[bisect_right(self._starts, id) - 1]
         return bucket
 
     def _split(self, bucket: KBucket) -> None:

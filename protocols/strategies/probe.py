@@ -111,8 +111,7 @@ class Probe:
         return None if group is None else group.reason
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if self._waiting:
-            self._wake.set()
+        self._wake.set()
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         known = self._peers.get(peer)

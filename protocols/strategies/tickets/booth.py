@@ -67,7 +67,7 @@ class Booth:
         self._failures = 0  # in a row
         self._wake = asyncio.Event()
         rpc.on(Redeem, self._redeem)
-        members.listen(self._member_changed)
+        members.listen(self._member_changed, at_stake=self._posted_to)
 
     def changed(self) -> None:
         """There may be more room than before."""
@@ -106,8 +106,10 @@ class Booth:
 
     async def _post(self) -> None:
         wanted_s = 0.0
-        self._posted_to = self._owners()
-        for owner, keys in self._posted_to.items():
+        owners = self._owners()
+        self._posted_to.clear()
+        self._posted_to.update(owners)
+        for owner, keys in owners.items():
             contact = self._members.contact(owner)
             if contact is None:
                 continue

@@ -150,8 +150,7 @@ class Tickets:
         """Its ticket says so, where claims of all homes are weighed against each other."""
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if self._waiting:
-            self._wake.set()
+        self._wake.set()
 
     async def run(self) -> None:
         refresh_at = 0.0

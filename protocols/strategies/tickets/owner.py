@@ -214,8 +214,6 @@ class Owner:
                 self._some.clear()
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        if not self.markets:
-            return
         anew = old is not None and old.boot != new.boot
         for market in self.markets.values():
             if new.state >= State.DEAD or anew:

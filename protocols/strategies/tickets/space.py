@@ -107,26 +107,29 @@ class Space:
     def __init__(self, members: Members, config: Config) -> None:
         self._members = members
         self._config = config
-        self._counts: Counter[Coordinates] | None = None  # None: to be counted anew
+        # These are empty while nobody wants to know: then changes cost nothing
+        self._counts: Counter[Coordinates] = Counter()
         self._reaches: dict[Needs, list[Reach]] = {}
         self._owners: dict[bytes, bytes] = {}
-        members.listen(self._member_changed)
+        members.listen(self._moved, at_stake=self._counts)
+        members.listen(self._reigns, at_stake=self._owners)
 
     def _place(self, member: Member) -> Coordinates:
         return coordinates(member.capacity, member.traits, self._config)
 
     def _count(self, place: Coordinates) -> int:
-        if self._counts is None:
-            self._counts = Counter(map(self._place, self._members.here()))
+        if not self._counts:
+            self._counts.update(map(self._place, self._members.here()))
         return self._counts[place]
 
-    def _member_changed(self, old: Member | None, new: Member) -> None:
-        """Mostly nobody wants to know, and nothing is computed."""
+    def _moved(self, old: Member | None, new: Member) -> None:
         if old is None or _lives(old) != _lives(new):
-            self._counts = None
+            self._counts.clear()
             self._reaches.clear()
+
+    def _reigns(self, old: Member | None, new: Member) -> None:
         peer = new.contact.id
-        for key, owner in list(self._owners.items()) if self._owners else ():
+        for key, owner in list(self._owners.items()):
             if new.state != State.ALIVE and owner == peer:
                 del self._owners[key]
             elif new.state == State.ALIVE and distance(peer, key) < distance(owner, key):
@@ -154,6 +157,7 @@ class Space:
         """The cells of a claim: the fast ones first, of those the ones with the most room."""
         found = self._reaches.get(needs)
         if found is None:
+            self._count(self._place(self._members.me))  # what is known of nobody changes, too
             rooms: dict[Cell, tuple[int, int]] = {}
             for member in self._members.here():
                 if not unmet(member.capacity, member.traits, needs):
