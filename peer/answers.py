@@ -114,8 +114,12 @@ class Answers:
         here = self.knows(id)
         home = b"" if here else keeping.follows(id) or b""
         replica = keeping.replicas.get(id)
-        epoch = replica.promised if replica else 0
-        return FoundHome(here=here, epoch=epoch, home=home, kept=replica is not None)
+        epoch, birth = replica.promised if replica else 0, 0
+        run = self._home.remembered(id)
+        if run is not None and not run.cancelling:
+            found = replica or keeping.shelf.replica(id)
+            epoch, birth = (found.promised, found.birth) if found else (epoch, 0)
+        return FoundHome(here=here, epoch=epoch, home=home, kept=replica is not None, birth=birth)
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)

@@ -21,6 +21,7 @@ from protocols.liveness import Liveness
 from protocols.members import Members
 from protocols.records import Records
 from protocols.rpc import Rpc
+from protocols.strategies.gangs import Gangs
 from protocols.strategies.probe import Probe
 from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
@@ -83,6 +84,8 @@ class Enactment:
         )
         self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
         self.home.use(self.probe)
+        self.gangs = Gangs(rpc, members, rng, config, clock, self.home.placed, self.home.estimate)
+        self.home.use(self.gangs)
         self.space = Space(members, config)
         self.owner = Owner(rpc, members, self.space, rng, config)
         self.tickets = Tickets(
@@ -101,6 +104,7 @@ class Enactment:
         self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
         self.executor.take_own = self.home.take_own
         self.executor.find_home = locate.home
+        self.home.find_twin = locate.twin
         self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_doubt = liveness.suspect
@@ -121,6 +125,7 @@ class Enactment:
         """What runs for as long as the peer does."""
         return [
             ("probe", self.probe.run()),
+            ("gangs", self.gangs.run()),
             ("claims", self.tickets.run()),
             ("cells", self.owner.run()),
             ("booth", self.booth.run()),

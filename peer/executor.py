@@ -59,6 +59,7 @@ from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
 from .blobs import Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import Processes, Reply, Worker
+from .reasons import FENCED
 from .run import read_outcome
 
 log = logging.getLogger("valence.executor")
@@ -200,7 +201,7 @@ class Executor:
         return Offers(grants=grants, free=self._admission.free, ttl_s=self._lease_ttl_s)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
-        self._admission.give_back(sender.id, message.leases)
+        self._admission.give_back(sender.id, message.leases, message.gangs)
         self._news.set()
         self._advance()
 
@@ -215,10 +216,14 @@ class Executor:
         for work in message.works:
             key = work.key
             if not self._heed(sender.id, key.workflow, work.epoch):
-                refused.append((key, "another peer is its workflow's home by now"))
+                refused.append((key, FENCED))
                 continue
-            if key in self._held or key in self._outbox.get(sender.id, ()):
+            before = self._epoch_of(key, sender.id)
+            if before == work.epoch:
                 continue  # a repeat: it is being seen to
+            if before is not None:
+                refused.append((key, "an earlier home has given out that number here"))
+                continue
             verdict = self._admission.commit(sender.id, work.lease, key, now)
             if verdict not in ("run", "wait"):
                 refused.append((key, verdict))
@@ -229,6 +234,14 @@ class Executor:
         self.counts["works"] += len(message.works)
         self._advance()  # room may have come free between the lease and this
         return Committed(refused=tuple(refused))
+
+    def _epoch_of(self, key: AttemptKey, home: bytes) -> int | None:
+        """Of an attempt that is here, or whose outcome is; None: there is none."""
+        held = self._held.get(key)
+        if held is not None:
+            return held.work.epoch
+        kept = self._outbox.get(home, {}).get(key)
+        return kept[0].epoch if kept is not None else None
 
     def _heed(self, home: bytes, workflow: str, epoch: int) -> bool:
         """Is this its home? If it is a new one, all that is here of the workflow is for it."""
@@ -271,10 +284,12 @@ class Executor:
             self._start(cast(AttemptKey, unit))
         for unit in self._admission.overdue(now):
             self._hand_back(unit, "it waited longer in this peer's queue than was promised")
+        told = self._admission.meet_gangs(now)
         home = self._admission.take_wish(now)
-        contact = self._members.contact(home) if home else None
-        if contact is not None:
-            self._rpc.tell(contact, Vacancy(free=self._admission.free))
+        for peer in (*told, home) if home else told:
+            contact = self._members.contact(peer)
+            if contact is not None:
+                self._rpc.tell(contact, Vacancy(free=self._admission.free))
         self._set_timer()
         self.on_room()
 

@@ -20,7 +20,8 @@ import logging
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,14 +48,16 @@ from protocols.messages import (
 )
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Refused, Rpc
+from protocols.strategies.gangs import Gangs
 from protocols.strategy import Placed, Placement, Strategy, Unit
 from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
 from .database import DatabaseError
+from .gang import mend
 from .given import Given
 from .journal import Journal
-from .reasons import waiting_for
+from .reasons import FENCED, waiting_for
 from .run import FINAL, Run, TaskState
 from .stage import Stage
 from .transfer import Transfer
@@ -77,6 +80,13 @@ CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
+FENCED_S = 2.0  # between two looks for another home
+
+FindTwin = Callable[[str, int, int], Awaitable[bytes | None]]
+
+
+async def _nobody(workflow: str, birth: int, epoch: int) -> bytes | None:
+    return None
 
 
 class Home:
@@ -112,6 +122,8 @@ class Home:
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
         self._unpublished: set[str] = set()
+        self._fenced: set[str] = set()  # workflows another home of which was heard of just now
+        self.find_twin: FindTwin = _nobody
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
@@ -129,6 +141,10 @@ class Home:
     def strategy(self, run: Run) -> Strategy:
         name = run.workflow.strategy
         return self._strategies["probe" if name == "auto" else name]
+
+    def _withdraw(self, run: Run, keys: list[AttemptKey]) -> None:
+        self.strategy(run).withdraw(keys)
+        self._strategies[Gangs.name].withdraw(keys)
 
     # ----------------------------------------------------------------- beginning
 
@@ -203,12 +219,11 @@ class Home:
         _, staging = self._stages.pop(run.id, (None, None))
         if staging is not None and staging is not asyncio.current_task():
             staging.cancel()
-        pending = [_key(run, t.id, t.number + 1) for t in run.tasks.values()]
-        self.strategy(run).withdraw(pending)
+        self._withdraw(run, [_key(run, t.id, t.number + 1) for t in run.tasks.values()])
 
     def deposed(self, id: str) -> None:
         """Another peer is its home now, or will be: what was not agreed on here never was."""
-        run = self._active.get(id) or self._ended.get(id)
+        run = self.remembered(id)
         if run is None:
             return
         self.counts["homes_lost"] += 1
@@ -239,6 +254,7 @@ class Home:
                     self.given.doubt(attempt.peer)
         for peer in [p for p in self.given.peers() if not self._members.is_alive(p)]:
             self._run_elsewhere(peer)
+        self._mend_those(run, run.tasks)
         self._stage_again(run, list(run.staged))
         self._begin(run)
 
@@ -303,12 +319,16 @@ class Home:
 
     def get(self, id: str) -> Run | None:
         """A workflow whose home is here, or that has ended and of which a copy is here."""
-        run = self._active.get(id) or self._ended.get(id)
+        run = self.remembered(id)
         if run is None and self.journal.is_over(id):
             run = self._replay(id)
             if run is not None:
                 self._remember(run)
         return run
+
+    def remembered(self, id: str) -> Run | None:
+        """One whose home is here, or that ended here not long ago."""
+        return self._active.get(id) or self._ended.get(id)
 
     async def created(self, id: str) -> None:
         """When it is on disk, if it is on its way there."""
@@ -390,15 +410,50 @@ class Home:
     def _place_ready(self, run: Run, among: Iterable[TaskState] | None = None) -> None:
         if run.over or run.cancelling or not self.given.settled:
             return
-        units = []
+        units, gangs = [], []
         deadline = self._deadline(run)
         for task in run.ready() if among is None else among:
-            if not run.is_ready(task) or not self._inputs_held(run, task):
+            gang = run.workflow.tasks[task.id].gang
+            if gang:
+                self._mend(run, gang)
+            tied = [run.tasks[name] for name in gang] or [task]
+            if not all(run.is_ready(t) and self._inputs_held(run, t) for t in tied):
                 continue
-            units.append(self._unit(run, task, deadline))
-            run.set_pending(task)
+            parts = [self._unit(run, t, deadline) for t in tied]
+            if gang:
+                gangs.append(_gang(parts))
+            else:
+                units += parts
+            for t in tied:
+                run.set_pending(t)
         if units:
             self.strategy(run).add(units)
+        if gangs:
+            self._strategies[Gangs.name].add(gangs)
+
+    def _mend(self, run: Run, gang: tuple[str, ...]) -> None:
+        """What runs at several peers at once runs at all of them, or at none."""
+        found = mend(run, gang)
+        if found.skipped:
+            self._write(run, "skipped", {"tasks": found.skipped})
+            for name, _, _ in found.skipped:
+                self._skip_behind(run, name)
+        if found.lost:
+            self._write(run, "lost", {"attempts": found.lost})
+        if found.reopened:
+            self._write(run, "reopened", {"tasks": found.reopened})
+        if found.unplaced or found.skipped:
+            self._withdraw(run, [_key(run, n, run.tasks[n].number + 1) for n in gang])
+            for name in found.unplaced:
+                run.unplace(run.tasks[name])
+        for name, number, peer in found.running:
+            self._abort_at(run, peer, [_key(run, name, number)])
+
+    def _mend_those(self, run: Run, names: Iterable[str]) -> None:
+        tasks = run.workflow.tasks
+        for gang in dict.fromkeys(tasks[name].gang for name in names):
+            if gang:
+                self._mend(run, gang)
 
     def _unit(self, run: Run, task: TaskState, deadline: float | None) -> Unit:
         avoid: frozenset[bytes] = frozenset()
@@ -453,6 +508,7 @@ class Home:
         if again:
             self._write(run, "reopened", {"tasks": again})
             self.counts["reopened"] += len(again)
+            self._mend_those(run, [m for m, _ in again])
             self._place_ready(run, [run.tasks[m] for m, _ in again])
         return False
 
@@ -461,13 +517,10 @@ class Home:
         by_run: dict[str, list[Placed]] = defaultdict(list)
         stale: dict[bytes, tuple[Contact, list[int]]] = {}
         for one in batch:
-            run = self._active.get(one.unit.key.workflow)
-            task = run.tasks.get(one.unit.key.task) if run else None
-            wanted = task is not None and task.state == "pending"
-            if run is None or task is None or not wanted or one.unit.key.number <= task.number:
-                stale.setdefault(one.peer.id, (one.peer, []))[1].append(one.lease)
+            if all(map(self._is_pending, one.unit.gang or (one.unit.key,))):
+                by_run[one.unit.key.workflow].append(one)
             else:
-                by_run[run.id].append(one)
+                stale.setdefault(one.peer.id, (one.peer, []))[1].append(one.lease)
         for contact, leases in stale.values():
             self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
         for id, rows in by_run.items():
@@ -493,6 +546,11 @@ class Home:
                 self.given.on_the_way.update(one.unit.key for one in away)
                 self._spawn(self._dispatch(run, away))
 
+    def _is_pending(self, key: AttemptKey) -> bool:
+        run = self._active.get(key.workflow)
+        task = run.tasks.get(key.task) if run else None
+        return task is not None and task.state == "pending" and key.number > task.number
+
     def _start_here(self, run: Run, rows: list[Placed]) -> None:
         """By this very peer: nothing of it outlives a crash, so it waits for no disk."""
         works = [work for one in rows if (work := self._make_work(run, one)) is not None]
@@ -505,6 +563,7 @@ class Home:
         if refused:
             why = "the peer refused it: "
             self._lost([(key, why + text) for key, text in refused], begun=False)
+            self._was_fenced(run, [text for _, text in refused])
 
     async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
         try:
@@ -579,14 +638,51 @@ class Home:
                 refused = [(k, f"the peer refused it: {why}") for k, why in answer.refused]
                 if refused:
                     self._lost(refused, begun=False)
+                    self._was_fenced(run, [why for _, why in answer.refused])
                 late = [w.key for w in batch if not self._wanted(run, w.key)]
                 if late:  # cancelled, or done elsewhere, while this was on its way
                     self._abort_at(run, peer.id, late)
 
+    def _was_fenced(self, run: Run, refusals: list[str]) -> None:
+        """Another home of that name is heard of. If this one is deposed, it will hear so; but one
+        Idempotency-Key submitted at two peers that did not hear of each other made two of it."""
+        if FENCED in refusals and run.id not in self._fenced and self._active.get(run.id) is run:
+            self._fenced.add(run.id)
+            self._spawn(self._make_way(run))
+
+    async def _make_way(self, run: Run) -> None:
+        """Epochs only grow, and only to the higher one is made way: never do both give up."""
+        try:
+            keeping = self.journal.keeping
+            replica, epoch = keeping.replicas.get(run.id), keeping.epoch(run.id)
+            twin = await self.find_twin(run.id, replica.birth, epoch) if replica else None
+            same = self._active.get(run.id) is run and keeping.epoch(run.id) == epoch
+            if twin is not None and same and not run.over and not run.cancelling:
+                self._cancel(
+                    run,
+                    "one Idempotency-Key was submitted at two peers that did not hear of each "
+                    f"other: peer {twin.hex()[:8]} goes on with it",
+                )
+        finally:
+            await asyncio.sleep(FENCED_S)
+            self._fenced.discard(run.id)
+
     def _work(self, run: Run, one: Placed) -> Work:
         work = make_work(run, one, self.estimate(one.unit), self.held_too)
+        if one.unit.gang:
+            work = work._replace(env=(*work.env, *self._company(run, one.unit)))
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
+
+    def _company(self, run: Run, unit: Unit) -> list[tuple[str, str]]:
+        """What one of a gang is told of the others."""
+        attempts = [run.tasks[key.task].attempt(key.number) for key in unit.gang]
+        contacts = [self._members.contact(a.peer) if a is not None else None for a in attempts]
+        return [
+            ("VALENCE_RANK", str(unit.gang.index(unit.key))),
+            ("VALENCE_PEERS", str(len(unit.gang))),
+            ("VALENCE_HOSTS", ",".join(c.host if c is not None else "" for c in contacts)),
+        ]
 
     def held_too(self, file: File) -> File:
         """With this peer among the holders, if it is one."""
@@ -603,7 +699,7 @@ class Home:
         moved: dict[str, bytes] = {}
         for ended in message.outcomes:
             id = ended.key.workflow
-            self.given.drop(sender.id, [ended.key])
+            self._heard_of(sender.id, ended)
             if self.knows(id):  # elected, but not in office yet, is not enough
                 by_run[id].append(ended)
             elif (home := self.journal.keeping.follows(id)) is not None:
@@ -643,11 +739,20 @@ class Home:
         False: its home is elsewhere by now."""
         me = self._rpc.me.id
         id = ended.key.workflow
-        self.given.drop(me, [ended.key])
+        self._heard_of(me, ended)
         run = self._active.get(id)
         if run is not None and ended.key.task in run.tasks:
             self._take(run, me, [ended])
         return run is not None or self.knows(id)
+
+    def _heard_of(self, peer: bytes, ended: Outcome) -> None:
+        """It need not be asked about any more; unless this is of an attempt that has its number by
+        chance, as another home gave it: of its own the peer may know nothing."""
+        run = self._active.get(ended.key.workflow)
+        task = run.tasks.get(ended.key.task) if run else None
+        attempt = task.attempt(ended.key.number) if task else None
+        if attempt is None or attempt.epoch == ended.epoch:
+            self.given.drop(peer, [ended.key])
 
     async def _take_enclosed(self, ended: Outcome) -> None:
         for hash, data in ended.enclosed:
@@ -670,6 +775,8 @@ class Home:
                 attempt is None
                 or (attempt.peer, attempt.epoch) != (peer, ended.epoch)  # of no journaled attempt
                 or (attempt.state != "running" and ended.kind != "ok")
+                # what was begun anew with its gang is of no use to that
+                or (attempt.state != "running" and run.workflow.tasks[task.id].gang)
             )
             # after the first result, after a cancel, or for an attempt given up: ignored
             if task.state in FINAL or stale or task.id in seen:
@@ -703,6 +810,7 @@ class Home:
                 self._skip_behind(run, task.id)
             elif verdict != WON:
                 self._place_later(run, task)
+        self._mend_those(run, [task.id for task in changed])
         self._conclude(run)
 
     def _go_on(
@@ -715,7 +823,7 @@ class Home:
         """Results that count now."""
         run.counts_now("finished", body)
         for task, ended in wins:
-            if task.id in rivals:
+            if task.id in rivals and task.state == WON:
                 self._drop_others(run, task, ended.key.number)
         self._keep_twice(run, [task for task, _ in wins])
         if self._active.get(run.id) is not run:
@@ -744,9 +852,7 @@ class Home:
 
     def _drop_others(self, run: Run, task: TaskState, winner: int) -> None:
         """Other attempts of a task that is done are of no use any more."""
-        self.strategy(run).withdraw(
-            [AttemptKey(workflow=run.id, task=task.id, number=task.number + 1)]
-        )
+        self._withdraw(run, [_key(run, task.id, task.number + 1)])
         for attempt in task.attempts:
             if attempt.number != winner and attempt.state == "running":
                 self._abort_at(run, attempt.peer, [_key(run, task.id, attempt.number)])
@@ -783,6 +889,7 @@ class Home:
         if run.tasks[task].state not in FINAL:
             self._write(run, "skipped", {"tasks": [(task, "failed", reason)]})
             self._skip_behind(run, task)
+            self._mend_those(run, [task])
 
     def _skip_behind(self, run: Run, failed: str) -> None:
         doomed = [
@@ -863,7 +970,7 @@ class Home:
             for peer, keys in running.items():
                 self._abort_at(run, peer, keys)
 
-        self.strategy(run).withdraw(pending)
+        self._withdraw(run, pending)
         self._write(run, "cancelled", {"reason": reason}, then=end_them)
         self._conclude(run)
 
@@ -903,6 +1010,7 @@ class Home:
                 attempt is not None
                 and now - attempt.at < YOUNG_S
                 and key not in self.given.on_the_way
+                and not (run and run.workflow.tasks[key.task].gang)  # all of it would begin anew
             ):
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
         self._lost(young, begun=False)
@@ -930,10 +1038,13 @@ class Home:
                     self._skip_behind(run, name)
                 else:
                     self._place_later(run, run.tasks[name])
+            self._mend_those(run, [row[0] for row in lost])
             self._conclude(run)
 
     def waiting_for(self, run: Run, task: TaskState) -> str:
-        return waiting_for(run, task, self.journal, self.strategy(run))
+        gang = run.workflow.tasks[task.id].gang
+        strategy = self._strategies[Gangs.name] if gang else self.strategy(run)
+        return waiting_for(run, task, self.journal, strategy)
 
     # ----------------------------------------------------------------- small things
 
@@ -962,3 +1073,13 @@ _identity = id
 
 def _key(run: Run, task: str, number: int) -> AttemptKey:
     return AttemptKey(run.id, task, number)
+
+
+def _gang(parts: list[Unit]) -> Unit:
+    """Units that are to run at once, as one."""
+    return replace(
+        parts[0],
+        avoid=frozenset().union(*(part.avoid for part in parts)),
+        near=frozenset().union(*(part.near for part in parts)),
+        gang=tuple(part.key for part in parts),
+    )

@@ -58,6 +58,14 @@ class Locate:
                 self._homes.popitem(last=False)
         return home
 
+    async def twin(self, id: str, birth: int, epoch: int) -> bytes | None:
+        """Who goes on with another journal of this name, under a higher epoch."""
+        others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
+        for member, found in await self.everyone(others, FindHome(workflow=id), FoundHome):
+            if found is not None and found.birth not in (0, birth) and found.epoch > epoch:
+                return bytes(member.contact.id)
+        return None
+
     def forget(self, id: str, wrong: bytes) -> None:
         """It is not there: the next look does not believe the record that says so."""
         if self._homes.get(id) == wrong:

@@ -9,6 +9,8 @@ from .journal import Journal
 from .run import Run, TaskState
 
 NAMED_MAX = 5
+#: by a peer that has heard of a home with a higher epoch
+FENCED = "another peer is its workflow's home by now"
 
 
 def waiting_for(run: Run, task: TaskState, journal: Journal, strategy: Strategy) -> str:

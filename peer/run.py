@@ -252,6 +252,10 @@ class Run:
         """Given to the strategy. Not journaled: after a restart it is simply given again."""
         self._set(task, "pending")
 
+    def unplace(self, task: TaskState) -> None:
+        """Taken back from the strategy."""
+        self._set(task, "waiting")
+
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:
             took = max(1e-4, ended.ended_at - ended.started_at)

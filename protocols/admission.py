@@ -10,6 +10,10 @@ Rules, and why nothing is ever over-booked:
 - A unit at the queue's head that does not fit yet may be overtaken by smaller ones for a moment
   only; then the peer drains for it. So a large unit never starves. `hold` asks for such a place.
 - A queued unit that has not begun in time is handed back, to be placed elsewhere.
+- A *gang* is a task that needs several peers at once; its home gathers leases for it. One that
+  holds keeps what comes free here until it has enough. Of two gangs the older has it, even if the
+  younger has a lease already: until it is committed, a lease is no promise. The order of two gangs
+  is the same at every peer; so they never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 
 from .config import Config
 from .matching import plus, slots, unmet
-from .messages import Capacity, Grant, Room, Traits
+from .messages import Capacity, GangTag, Grant, Room, Traits
 
 #: units without a deadline are due this long after they came: first come, first served
 NO_DEADLINE_S = 7 * 86400.0
@@ -36,6 +40,28 @@ def _work(needs: Capacity, runtime_s: float | None) -> float:
     return needs.millicores * (RUNTIME_S_UNKNOWN if runtime_s is None else runtime_s)
 
 
+GangKey = tuple[bytes, int]  # its home, and the home's number for it
+
+
+@dataclass(slots=True)
+class _Gang:
+    """What one gang wants here: a lease, which it has or waits for."""
+
+    home: bytes
+    room: Room
+    tag: GangTag
+    expires_at: float
+    lease: int = 0  # 0: none yet
+
+    @property
+    def key(self) -> GangKey:
+        return self.home, self.tag.id
+
+    @property
+    def order(self) -> tuple[float, bytes, int]:
+        return self.tag.since, self.home, self.tag.id
+
+
 @dataclass(slots=True)
 class _Lease:
     home: bytes
@@ -45,6 +71,7 @@ class _Lease:
     runtime_s: float | None
     due_at: float
     hold: bool
+    gang: GangKey | None = None
 
     @property
     def work(self) -> float:
@@ -70,6 +97,7 @@ class Admission:
         self._config = config
         self._free = capacity
         self._leases: dict[int, _Lease] = {}
+        self._gangs: dict[GangKey, _Gang] = {}  # who was heard of longest ago first
         self._running: dict[Hashable, tuple[Capacity, float]] = {}
         self._running_work = 0.0
         self._hand_back_at = math.inf  # no queued unit is to be handed back before
@@ -93,6 +121,11 @@ class Admission:
         if missing:
             return Grant(refusal="has no " + ", ".join(missing))
         self.expire(now)
+        if room.gang is not None:
+            return self._reserve_gang(home, room, room.gang, now)
+        if self._awaited():
+            self._wish(home, now)
+            return Grant(refusal="busy: kept for a task that needs several peers at once")
         left = max(0, self._config.leases_max - len(self._leases))
         count = min(room.count, left)
         immediate = min(count, slots(self._free, room.needs.capacity))
@@ -110,6 +143,70 @@ class Admission:
             refusal = f"no room for more: {busy}" if ids else f"busy: {busy}"
             self._wish(home, now)
         return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
+
+    def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
+        gang = self._gangs.pop((home, tag.id), None)
+        if gang is None:
+            if len(self._gangs) >= self._config.gangs_max:
+                return Grant(refusal="busy: too many tasks that need several peers at once")
+            gang = _Gang(home, room, tag, 0.0)
+        gang.expires_at = now + self._config.lease_ttl_s
+        if gang.lease:  # it lives on, and is the last to expire again
+            lease = self._leases.pop(gang.lease)
+            lease.expires_at = gang.expires_at
+            self._leases[gang.lease] = lease
+        elif room.hold:
+            self._gangs[gang.key] = gang
+            self._serve_gangs(now)
+        elif self._fits(gang) and not self._awaited():
+            gang.lease = self._lease(home, room, False, now, gang.key)
+        if gang.lease or room.hold:
+            self._gangs[gang.key] = gang
+        if gang.lease:
+            return Grant(leases=(gang.lease,), held=True)
+        busy = f"busy: {len(self._running)} running, {len(self._queue)} queued"
+        if not room.hold:
+            self._wish(home, now)
+        return Grant(refusal=busy, held=room.hold)
+
+    def _fits(self, gang: _Gang) -> bool:
+        """Now. What is queued was promised to be soon, and goes first."""
+        full = len(self._leases) >= self._config.leases_max
+        return not self._queue and not full and slots(self._free, gang.room.needs.capacity) > 0
+
+    def _awaited(self) -> list[_Gang]:
+        """Gangs that hold, and have no lease yet: the oldest first. (There are seldom any.)"""
+        if not self._gangs:
+            return []
+        return sorted((g for g in self._gangs.values() if not g.lease), key=lambda g: g.order)
+
+    def _serve_gangs(self, now: float) -> list[bytes]:
+        """The homes of those that have a lease now."""
+        found = []
+        for gang in self._awaited():
+            if not self._fits(gang):
+                self._make_way(gang)
+            if not self._fits(gang):
+                break  # who is younger does not overtake it
+            gang.lease = self._lease(gang.home, gang.room, False, now, gang.key)
+            found.append(gang.home)
+        return found
+
+    def _make_way(self, gang: _Gang) -> None:
+        """Younger gangs that have not begun give their leases up, if that is enough."""
+        having = [g for g in self._gangs.values() if g.lease and g.order > gang.order]
+        having.sort(key=lambda g: g.order, reverse=True)
+        free = self._free
+        for count, younger in enumerate(having, 1):
+            free = plus(free, younger.room.needs.capacity)
+            if slots(free, gang.room.needs.capacity):
+                for loser in having[:count]:
+                    self._drop(loser.lease)
+                return
+
+    def meet_gangs(self, now: float) -> list[bytes]:
+        """Room came free: the homes of gangs that have a lease by that."""
+        return self._serve_gangs(now) if self._gangs else []
 
     def _queue_room(self, room: Room, count: int) -> tuple[int, float]:
         """How many may wait here, and the guess how long the last of them will."""
@@ -135,7 +232,9 @@ class Admission:
         work = self._queued_work + self._leased_work + self._running_work
         return work / max(1, self.capacity.millicores)
 
-    def _lease(self, home: bytes, room: Room, queued: bool, now: float) -> int:
+    def _lease(
+        self, home: bytes, room: Room, queued: bool, now: float, gang: GangKey | None = None
+    ) -> int:
         lease = self._next_lease
         self._next_lease += 1
         due_in = NO_DEADLINE_S if room.deadline_in_s is None else room.deadline_in_s
@@ -147,6 +246,7 @@ class Admission:
             room.runtime_s,
             now + due_in,
             room.hold and queued,
+            gang,
         )
         self._count_lease(made, +1)
         if not queued:
@@ -170,6 +270,8 @@ class Admission:
             return "it is here already"
         del self._leases[lease_id]
         self._count_lease(lease, -1)
+        if lease.gang is not None:
+            del self._gangs[lease.gang]
         if not lease.queued:
             self._run(unit, lease.needs, lease.runtime_s)
             return "run"
@@ -233,11 +335,19 @@ class Admission:
             self._unqueue(entry)
         return entry is not None
 
-    def give_back(self, home: bytes, leases: tuple[int, ...]) -> None:
+    def give_back(self, home: bytes, leases: tuple[int, ...], gangs: tuple[int, ...] = ()) -> None:
         for lease_id in leases:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.home == home:
                 self._drop(lease_id)
+        for id in gangs:
+            self._disband((home, id))
+
+    def _disband(self, key: GangKey) -> bool:
+        gang = self._gangs.pop(key, None)
+        if gang is not None and gang.lease:
+            self._drop(gang.lease)
+        return gang is not None
 
     def forsake(self, home: bytes) -> bool:
         """It is dead, or was started anew: what it reserved it will never use. True: so there is
@@ -245,20 +355,28 @@ class Admission:
         dropped = [id for id, lease in self._leases.items() if lease.home == home]
         for lease_id in dropped:
             self._drop(lease_id)
+        gone = [self._disband(key) for key in list(self._gangs) if key[0] == home]
         self._wishes.pop(home, None)
-        return bool(dropped)
+        return bool(dropped or gone)
 
     def expire(self, now: float) -> None:
         # leases live equally long, so the oldest expires first
         while self._leases:
             lease_id, lease = next(iter(self._leases.items()))
             if lease.expires_at > now:
-                return
+                break
             self._drop(lease_id)
+        while self._gangs:
+            key, gang = next(iter(self._gangs.items()))
+            if gang.expires_at > now:
+                return
+            self._disband(key)
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
         self._count_lease(lease, -1)
+        if lease.gang in self._gangs:
+            self._gangs[lease.gang].lease = 0
         if not lease.queued:
             self._free = plus(self._free, lease.needs)
 
@@ -282,7 +400,7 @@ class Admission:
 
     def take_wish(self, now: float) -> bytes | None:
         """The home that was refused longest ago and still wants, if there is room to offer it."""
-        if self._queue or self._free.millicores <= 0 or self.closed:
+        if self._queue or self._free.millicores <= 0 or self.closed or self._awaited():
             return None
         while self._wishes:
             home = next(iter(self._wishes))
@@ -304,7 +422,9 @@ class Admission:
         return self._free, queue_s, max(0, self._config.queue_units_max - waiting)
 
     def _is_draining(self, now: float) -> bool:
-        """For the unit at the head of the queue."""
+        """For a gang, or for the unit at the head of the queue."""
+        if self._awaited():
+            return True
         return bool(self._queue) and now - self._queue[0].since > self._config.backfill_s_max
 
     @property
@@ -323,6 +443,8 @@ class Admission:
     def next_event_at(self) -> float | None:
         """When something changes by itself: a lease expires, or a unit is to be handed back."""
         times = [next(iter(self._leases.values())).expires_at] if self._leases else []
+        if self._gangs:
+            times.append(next(iter(self._gangs.values())).expires_at)
         if self._queue and self._hand_back_at < math.inf:
             times.append(self._hand_back_at)
         return min(times, default=None)
@@ -340,3 +462,6 @@ class Admission:
         assert self._queue == sorted(self._queue), "the queue is out of order"
         assert len(self._queue) == len(self._queued), "the queue and its index differ"
         assert self._queued_leases == sum(lease.queued for lease in self._leases.values())
+        tied = {lease.gang: id for id, lease in self._leases.items() if lease.gang is not None}
+        having = {key: gang.lease for key, gang in self._gangs.items() if gang.lease}
+        assert tied == having, "gangs and their leases differ"

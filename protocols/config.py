@@ -112,6 +112,13 @@ class Config:
     probe_batch_max: int = 2000
     place_units_max: int = 500_000
 
+    # --- gangs: see strategies/gangs
+    gang_hold_after_s: float = 3.0  # one that waited so long has peers keep room for it
+    gang_renew_s: float = 1.0  # of a lease's time: three chances before it expires
+    gangs_max: int = 64  # at one peer
+    gangs_at_once: int = 16  # that one home gathers peers for
+    gang_asked_max: int = 200  # peers, in one try
+
     # --- tickets: see strategies/tickets
     # Bounds between the divisions of each numeric dimension, and how many divisions names have.
     cell_cores: tuple[float, ...] = (2, 8, 32)

@@ -281,7 +281,7 @@ class Liveness:
         self._changed_at = self._now()
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
             # a round takes as many pings as there are members: who comes has its turn in this one
-            self._round.insert(self._rng.randrange(len(self._round) + 1), peer)
+            self._round.insert(int(self._rng.random() * (len(self._round) + 1)), peer)
         timer = self._suspected.pop(peer, None)
         if timer is not None:
             timer.cancel()

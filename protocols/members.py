@@ -13,7 +13,7 @@ import math
 import operator
 import random
 import struct
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .codec import Malformed, pack_member, read_member
 from .config import Config
-from .messages import Contact, Member
+from .messages import ID_BYTES, Contact, Member
 
 
 class State(IntEnum):
@@ -39,6 +39,7 @@ PARTS_MIN = 16
 CROWD_MIN = 64
 DRAWS_MAX = 50  # for a few that are here, of all that are known
 BELIEFS_READ_MAX = 20_000
+LAST = b"\xff" * ID_BYTES
 
 Listener = Callable[[Member | None, Member], None]
 Brief = tuple[bytes, int, int, int]  # id, boot, incarnation, state
@@ -87,7 +88,8 @@ class Members:
         self._parts = [0] * PARTS
         self._config = config
         self._known: dict[bytes, Belief] = {}
-        self._order: list[bytes] = []  # all of them, by their ids
+        self._order: list[bytes] = []  # all of them, by their ids once they are sorted
+        self._sorted = True
         self._gone: dict[bytes, float] = {}  # dead or left, since when; the latest last
         self._told = 0  # messages that carried rumours
         self._news: dict[bytes, int] = {}  # rumours, heard after how many of those
@@ -184,7 +186,7 @@ class Members:
             return True
         oldest = next(iter(self._gone), None)
         if oldest is not None:
-            self._drop(oldest)
+            self._drop([oldest])
         return oldest is not None
 
     def _about_me(self, rumour: Member) -> bool:
@@ -210,7 +212,8 @@ class Members:
         peer = belief.peer
         old = self._known.get(peer)
         if old is None:
-            insort(self._order, peer)
+            self._order.append(peer)
+            self._sorted = False
         else:
             self._news.pop(old.packed, None)
             if peer in self._gone:
@@ -243,13 +246,14 @@ class Members:
         self._forget_at = now + FORGET_S
         limit = now - self._config.forget_dead_s
         old = itertools.takewhile(lambda row: row[1] < limit, self._gone.items())
-        for peer, _ in list(old):
-            self._drop(peer)
+        self._drop([peer for peer, _ in old])
 
-    def _drop(self, peer: bytes) -> None:
-        del self._order[bisect_left(self._order, peer)]
-        del self._gone[peer]
-        self._news.pop(self._known.pop(peer).packed, None)
+    def _drop(self, peers: list[bytes]) -> None:
+        for peer in peers:
+            del self._gone[peer]
+            self._news.pop(self._known.pop(peer).packed, None)
+        if peers:
+            self._order = [peer for peer in self._order if peer in self._known]
 
     # ----------------------------------------------------------------- gossip
 
@@ -329,13 +333,17 @@ class Members:
         return tuple(parts), tuple(brief), tuple(full)
 
     def _in(self, parts: Iterable[int], count: int) -> Iterator[Belief]:
+        if not self._sorted:
+            self._order.sort()
+            self._sorted = True
         for part in parts:
             if part >= count:
                 continue  # whoever says so: there is no such part
-            at = bisect_left(self._order, (part * (2**16 // count)).to_bytes(2, "big"))
-            for peer in itertools.islice(self._order, at, None):
-                if _part(peer, count) != part:
-                    break
+            width = 2**16 // count
+            start = bisect_left(self._order, (part * width).to_bytes(2, "big"))
+            last = (part + 1) * width - 1
+            end = bisect_right(self._order, last.to_bytes(2, "big") + LAST)
+            for peer in self._order[start:end]:
                 yield self._known[peer]
 
     def compare(

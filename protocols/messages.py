@@ -209,6 +209,14 @@ class Outcome(NamedTuple):
     epoch: Natural = 0  # of the home that gave the attempt: no other attempt has number and epoch
 
 
+class GangTag(NamedTuple):
+    """Of a task that needs several peers at once: which of two such tasks goes first at a peer.
+    The same at every peer, so that no two of them wait for each other."""
+
+    since: Annotated[float, Field(allow_inf_nan=False)]  # by its home's clock
+    id: Natural  # the home's own number for it
+
+
 class Room(NamedTuple):
     """Room for up to `count` units of the same needs."""
 
@@ -218,6 +226,7 @@ class Room(NamedTuple):
     deadline_in_s: float | None = None
     queue: bool = False  # a place in the queue will do
     hold: bool = False  # it waited long: a place in the queue however long that is
+    gang: GangTag | None = None  # asked again with the same tag, its lease is renewed
 
 
 class Grant(NamedTuple):
@@ -225,6 +234,7 @@ class Grant(NamedTuple):
     queued: Natural = 0  # how many of them, the last ones, wait in the queue
     wait_s: Seconds = 0.0  # the peer's guess until the last of them begins
     refusal: Text = ""  # why not more
+    held: bool = False  # for a gang: what comes free here is kept for it
 
 
 class Claim(NamedTuple):
@@ -466,6 +476,7 @@ class Offers(Message):
 @numbered(22)
 class ReturnLeases(Message):
     leases: tuple[Natural, ...]
+    gangs: tuple[Natural, ...] = ()  # that want nothing here any more
 
 
 @numbered(23)
@@ -603,6 +614,7 @@ class FoundHome(Message):
     epoch: Natural = 0
     home: bytes = b""  # whom this peer follows as a keeper, if it is not the home itself
     kept: bool = False  # there is a copy here, whoever is its home
+    birth: Natural = 0  # of the journal that this peer goes on with, as its home
 
 
 @numbered(41)

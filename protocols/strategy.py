@@ -24,6 +24,7 @@ class Unit:
     deadline_at: float | None = None  # on this peer's monotonic clock
     avoid: frozenset[bytes] = frozenset()  # peers it failed at: only if there is no other
     near: frozenset[bytes] = frozenset()  # peers that hold most of its inputs
+    gang: tuple[AttemptKey, ...] = ()  # what runs at several peers at once, by rank; its first too
 
 
 @dataclass(slots=True)

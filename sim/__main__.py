@@ -73,6 +73,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             every_s=options.every_s,
             keepers=options.keepers,
             replaced=options.replaced,
+            gangs=options.gangs,
             majority_lost_s=options.majority_lost,
             strategy=options.strategy,
             faults=faults,
@@ -151,6 +152,8 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=default.every_s, help="a fault")
     parser.add_argument("--keepers", type=int, default=default.keepers)
     parser.add_argument("--replaced", type=float, default=0.0, help="share of peers, each minute")
+    share = "of tasks that need several peers at once"
+    parser.add_argument("--gangs", type=float, default=default.gangs, help=share)
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     known = [name for name in STRATEGIES if name != "auto"]
     parser.add_argument("--strategy", choices=known, default=default.strategy)

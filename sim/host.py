@@ -134,11 +134,14 @@ class Host:
 
     def bury(self) -> None:
         """It will not be back, and nobody looks at it any more: it needs no memory."""
-        peer = self.peer
+        peer, enactment = self.peer, self.enactment
         self._network.forget(peer.contact)
         self.platter.tables.close()
-        for part in (peer.members, peer.overlay, peer.records.store):
-            vars(part).clear()
+        for part in (*vars(enactment).values(), *vars(peer).values()):
+            if type(part).__module__.startswith(("peer.", "protocols.")) and hasattr(
+                part, "__dict__"
+            ):
+                vars(part).clear()
 
     async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:
         """As a part of this peer would; None if it does not come to an end in time."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .host import Host
 
 FINAL = ("succeeded", "failed", "cancelled")
+RANK = "rank="
 
 
 def maker_of(file: str) -> str | None:
@@ -45,6 +46,11 @@ class _Story:
     cancelled: bool = False
     commits: Counter[str] = field(default_factory=Counter)
     started: set[tuple[str, int, bytes, int]] = field(default_factory=set)
+    begun_with: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # attempt of a gang → entry
+    given_back: set[tuple[str, int]] = field(default_factory=set)  # and those begun anew
+    winners: dict[str, int] = field(default_factory=dict)  # task → its attempt
     staged: set[bytes] = field(default_factory=set)
     ended: str = ""
 
@@ -112,6 +118,8 @@ class Ledger:
         story.given_up.clear()
         story.commits.clear()
         story.started.clear()
+        story.begun_with.clear()
+        story.winners.clear()
         story.staged.clear()
         story.ended = ""
         self.counts["forced"] += 1
@@ -146,6 +154,7 @@ class Ledger:
                     story.given_up.add(row[0][1])
         elif entry.kind == "lost":
             story.given_up.update(row[0] for row in body["attempts"] if row[3] == "failed")
+            story.given_back.update((row[0], row[1]) for row in body["attempts"])
         elif entry.kind == "skipped":
             story.given_up.update(task for task, _, _ in body["tasks"])
         elif entry.kind == "cancelled":
@@ -153,19 +162,45 @@ class Ledger:
         elif entry.kind == "reopened":
             for task, _ in body["tasks"]:
                 story.won.discard(task)
+                story.winners.pop(task, None)
                 story.commits[task] -= 1
                 self.counts["reopened"] += 1
         elif entry.kind == "started":
             for task, number, peer, _ in body["attempts"]:
                 story.started.add((task, number, peer, entry.epoch))
+            self._begun(workflow, story, entry.seq, body["attempts"])
         elif entry.kind == "staged":
             story.staged.update(row[1] for row in body["files"])
         elif entry.kind == "ended":
             story.ended = body["state"]
+            if story.ended == "succeeded":
+                self._check_gangs(workflow, story)
         elif entry.kind == "home":
             self.counts["homes"] += 1
         elif entry.kind == "keepers":
             self.counts["keeper_sets"] += 1
+
+    def _begun(self, workflow: str, story: _Story, seq: int, attempts: list[Any]) -> None:
+        """Of a gang all begin in one entry, each at a peer of its own."""
+        gangs: dict[str, list[bytes]] = defaultdict(list)
+        for task, number, peer, _ in attempts:
+            if RANK in task:
+                story.begun_with[task, number] = seq
+                gangs[task.partition(RANK)[0]].append(peer)
+        for gang, peers in gangs.items():
+            self.counts["gangs"] += 1
+            size = int(gang.partition("-")[2].partition("[")[0])
+            if len(peers) != size or len(set(peers)) != size:
+                raise Violation(f"{workflow}: of {gang}…] {len(set(peers))} of {size} begin")
+
+    def _check_gangs(self, workflow: str, story: _Story) -> None:
+        rounds: dict[str, set[int]] = defaultdict(set)
+        for task, number in story.winners.items():
+            if RANK in task:
+                rounds[task.partition(RANK)[0]].add(story.begun_with[task, number])
+        for gang, seqs in rounds.items():
+            if len(seqs) > 1:
+                raise Violation(f"{workflow}: {gang}…] has results that did not run together")
 
     def _won(self, workflow: str, story: _Story, ended: Outcome, peer: bytes) -> None:
         key = AttemptKey(*ended.key)
@@ -177,6 +212,7 @@ class Ledger:
         if story.commits[task] > 1:
             raise Violation(f"{workflow}: {task} has two results that count")
         story.won.add(task)
+        story.winners[task] = key.number
         story.ever_won.add(task)
         story.made.update((file[0], file[1]) for file in ended.outputs)
 
@@ -213,6 +249,8 @@ class Ledger:
         story = self.stories[ended.key.workflow]
         task = ended.key.task
         needless = story.ended or story.cancelled or task in story.given_up
+        if RANK in task and (task, ended.key.number) in story.given_back:
+            return  # its gang has begun anew
         if ended.kind == "ok" and not needless and task not in story.ever_won:
             given = (ended.key.task, ended.key.number, host.id, ended.epoch)
             if given in story.started:

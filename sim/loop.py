@@ -52,15 +52,11 @@ class Life:
         held, self._held = self._held, []
         asyncio.get_running_loop()._ready.extend(held)  # type: ignore[attr-defined]
 
-    def lets(self, step: _Soon | _Timer) -> bool:
-        """Whether it may be done now. Not by the dead; by the stopped once they go on (what is
-        called off meanwhile stays undone)."""
-        if self.dead:
-            return False
-        if self.stopped:
+    def hold(self, step: _Soon | _Timer) -> None:
+        """It may not be done now: not by the dead; by the stopped once they go on (what is called
+        off meanwhile stays undone)."""
+        if not self.dead:
             self._held.append(step)
-            return False
-        return True
 
 
 class _Soon(asyncio.Handle):
@@ -69,18 +65,10 @@ class _Soon(asyncio.Handle):
     __slots__ = ("life",)
     life: Life
 
-    def _run(self) -> None:
-        if self.life.lets(self):
-            super()._run()
-
 
 class _Timer(asyncio.TimerHandle):
     __slots__ = ("life",)
     life: Life
-
-    def _run(self) -> None:
-        if self.life.lets(self):
-            super()._run()
 
 
 _FALLEN: list[asyncio.Task[Any]] = []
@@ -139,7 +127,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         ready, timers = self._ready, self._timers
         if not ready:
-            while timers and timers[0][2].cancelled():
+            while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
             if not timers and not self._stopping:  # type: ignore[attr-defined]
                 raise RuntimeError("nothing will ever happen again: every task waits for ever")
@@ -147,12 +135,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             timer = heapq.heappop(timers)[2]
-            if not timer.cancelled():
+            if not timer._cancelled:
                 ready.append(timer)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            if handle._cancelled:
+                continue
+            if type(handle) is _Soon or type(handle) is _Timer:
+                life = handle.life
+                if life.dead or life.stopped:
+                    life.hold(handle)
+                    continue
+            handle._run()
 
     def create_task(self, coro: Any, **more: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **more)

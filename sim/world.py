@@ -72,6 +72,7 @@ class Plan:
     keepers: int = 3
     replaced: float = 0.0  # of all peers, every minute: one dies for good, a new one comes
     width: int = 6  # of workflows, at most
+    gangs: float = 0.1  # of tasks: they need two or three peers at once
     strategy: str = "probe"
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
@@ -79,7 +80,7 @@ class Plan:
     def command(self) -> str:
         default = Plan(self.seed)
         words = [f"python -m sim --seed {self.seed}"]
-        for name in ("peers", "workflows", "seconds", "every_s", "keepers", "replaced"):
+        for name in ("peers", "workflows", "seconds", "every_s", "keepers", "replaced", "gangs"):
             value = getattr(self, name)
             if value != getattr(default, name):
                 words.append(f"--{name.replace('_', '-')} {value:g}")
@@ -418,15 +419,17 @@ class World:
         for layer in range(rng.randint(1, 4)):
             made = []
             for i in range(rng.randint(1, self.plan.width)):
-                name = f"t{layer}.{i}"
+                size = rng.randint(2, 3) if rng.random() < self.plan.gangs else 1
+                name = f"t{layer}.{i}" if size == 1 else f"t{layer}.{i}-{size}"
                 output = f"{'large' if rng.random() < 0.2 else 'small'}.{layer}.{i}"
                 tasks[name] = {
                     "command": ["work", f"{rng.choice((0.05, 0.3, 1.0, 3.0)):g}"],
                     "inputs": rng.sample(above, min(len(above), rng.randint(1, 2))),
-                    "outputs": [output],
+                    "outputs": [output if size == 1 else f"{output}.{{rank}}"],
+                    "peers": size,
                     "retries": 5,
                 }
-                made.append(output)
+                made += [output] if size == 1 else [f"{output}.{rank}" for rank in range(size)]
             above = made
         return {
             "name": f"w{number}",
@@ -447,7 +450,8 @@ class World:
             )
             if isinstance(found, tuple):
                 workflow = found[0]
-                tasks = self.ledger.acknowledged[workflow] = len(document["tasks"])
+                tasks = sum(task["peers"] for task in document["tasks"].values())
+                self.ledger.acknowledged[workflow] = tasks
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
                 if self.rng.random() < self.treachery and not self._recovering.is_set():
                     await self._do_die(host)  # at once

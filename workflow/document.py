@@ -102,6 +102,7 @@ class _Reader:
             self._template(name, found)
         for task in list(self.tasks.values()):
             self._resolve(task)
+        self._tie()
         ordered = plan.order(self.parents)
         loop = plan.cycle(self.parents) if len(ordered) < len(self.parents) else None
         if loop:
@@ -197,22 +198,44 @@ class _Reader:
         if next(references([found.args, found.kwargs], ()), None) is not None:
             self.referring.add(name)
         if found.foreach is None:
-            self._add(name, name, found, shared, Substitution({}), path)
-            made.append(name)
+            made += self._add_all("", {}, name, found, shared, path)
         else:
             for item, variables in items(found.foreach, (*path, "foreach"), self.problems):
                 if len(self.tasks) > TASKS_MAX:
                     break
-                made.append(f"{name}[{item}]")
-                self._add(made[-1], name, found, shared, Substitution(variables), path)
+                made += self._add_all(item, variables, name, found, shared, path)
             if not made:
                 self.broken.add(name)
         if len(self.tasks) > TASKS_MAX >= len(self.tasks) - len(made):
             self.problems.add(path, f"at most {TASKS_MAX:,} tasks are read")
         self.templates[name] = made
 
+    def _add_all(
+        self,
+        item: str,
+        variables: dict[str, Any],
+        name: str,
+        found: TaskDocument,
+        shared: tuple[Needs, int],
+        path: Path,
+    ) -> list[str]:
+        """One task; or as many as run at different peers at once."""
+        if found.peers == 1:
+            gang = [f"{name}[{item}]" if item else name]
+            self._add(gang[0], name, found, shared, Substitution(variables), path)
+            return gang
+        gang = [f"{name}[{item}{',' if item else ''}rank={rank}]" for rank in range(found.peers)]
+        for rank, task in enumerate(gang):
+            sub = Substitution({**variables, "rank": rank})
+            self._add(task, name, found, shared, sub, path, tuple(gang))
+        return gang
+
     def _check_template(self, found: TaskDocument, path: Path) -> None:
         problems = self.problems
+        if found.peers > 1 and found.command is None:
+            problems.add((*path, "peers"), "only a command can run at several peers at once")
+        if found.peers > 1 and isinstance(found.foreach, dict) and "rank" in found.foreach:
+            problems.add((*path, "foreach", "rank"), "{rank} is what `peers` counts")
         if (found.command is None) == (found.call is None):
             problems.add(path, "a task has either a command or a call")
         if found.command is not None:
@@ -250,6 +273,7 @@ class _Reader:
         shared: tuple[Needs, int],
         sub: Substitution,
         path: Path,
+        gang: tuple[str, ...] = (),
     ) -> None:
         needs, fixed_bytes = shared
         inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
@@ -303,7 +327,30 @@ class _Reader:
             timeout_s=found.timeout,
             retries=found.retries,
             network=found.network,
+            gang=gang,
         )
+
+    def _tie(self) -> None:
+        """What runs at once begins at once, and only all of it has made what others wait for."""
+        gangs = {task.gang for task in self.tasks.values() if task.gang}
+        for gang in gangs:
+            above = dict.fromkeys(p for task in gang for p in self.parents[task])
+            for task in gang:
+                inner = next((p for p in self.parents[task] if p in gang), None)
+                if inner is not None:
+                    self.problems.add(
+                        self.places[task], f"{task} waits for {inner}, which runs at once"
+                    )
+            self.parents.update(dict.fromkeys(gang, tuple(p for p in above if p not in gang)))
+        if not gangs:
+            return
+        for task, parents in self.parents.items():
+            if any(self.tasks[p].gang for p in parents):
+                wide = dict.fromkeys(m for p in parents for m in self.tasks[p].gang or (p,))
+                self.edges += len(wide) - len(parents)
+                self.parents[task] = tuple(wide)
+        if self.edges > EDGES_MAX:
+            self.problems.add((), f"more than {EDGES_MAX:,} edges between tasks and files")
 
     def _resolve(self, task: Task) -> None:
         """Files, results and `after` of one task → its parents."""

@@ -63,6 +63,7 @@ class Task:
     timeout_s: float | None = None
     retries: int = 0
     network: bool = False
+    gang: tuple[str, ...] = ()  # tasks that run at different peers at once, by rank; itself too
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ TASKS_MAX = 200_000
 EDGES_MAX = 2_000_000
 COMMAND_BYTES_MAX = 100_000
 TEXT_INPUT_BYTES_MAX = 1_000_000
+GANG_PEERS_MAX = 256
 
 
 def _words(value: object) -> object:
@@ -113,6 +114,13 @@ class TaskDocument(_Strict):
     outputs: list[Name] = Field(default_factory=list, max_length=100_000)
     after: list[Name] = Field(default_factory=list, max_length=100_000)
     needs: NeedsDocument = Field(default_factory=lambda: NeedsDocument())
+    peers: int = Field(
+        default=1,
+        ge=1,
+        le=GANG_PEERS_MAX,
+        description="It runs at so many different peers at once, all or none; `needs` are of each. "
+        "`{rank}` stands for 0…n-1 in all texts of the task.",
+    )
     runtime: Duration | None = Field(default=None, description="An estimate, on a peer of speed 1.")
     timeout: Duration | None = None
     retries: int = Field(default=0, ge=0, le=100)

@@ -62,6 +62,9 @@ class Tending:
     def wanted(self, replica: Replica, strangers: set[bytes]) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
         members, me = self._keeping.members, self._keeping.rpc.me.id
+        full = len(replica.keepers) == odd(self._keeping.config.keepers)
+        if full and all(k not in strangers and members.is_alive(k) for k in replica.keepers):
+            return replica.keepers  # mostly; not all members are looked at for that
         alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
         alive = [peer for peer in alive if peer not in strangers]
         now = replica.keepers

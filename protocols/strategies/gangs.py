@@ -1,0 +1,269 @@
+"""Gangs: tasks that need several peers at once. Leases at as many different peers, all or none.
+
+Whatever a workflow's strategy is, its gangs come here: the strategies find peers one by one, and
+only the peers' own doors see the claims of all of them. Rules:
+- At first a gang takes what is free: enough peers are asked for room right now. If fewer have any,
+  all of it is given back at once: who holds nothing keeps nobody waiting.
+- A gang that has waited for a while *holds*: as many peers keep for it what comes free there, until
+  all have enough. Holds are renewed every second, and expire with the gang's home.
+- Of two gangs that want the same peer the older has it, as long as the younger has not begun (see
+  `admission`). The order is the same at every peer. So of all gangs that hold there is an oldest;
+  nobody takes anything from it, nothing new begins where it waits, and it gets what it waits for.
+  No circle of gangs that wait for each other can last, and none starves.
+- A peer that dies, leaves or refuses to hold is replaced by another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ..config import Config
+from ..matching import explain, unmet
+from ..members import Members, State
+from ..messages import (
+    AttemptKey,
+    Capacity,
+    Contact,
+    GangTag,
+    Grant,
+    Member,
+    Offers,
+    Reserve,
+    ReturnLeases,
+    Room,
+)
+from ..rpc import CallFailed, Rpc
+from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
+
+#: beyond as many as are needed, of those asked at a time: some will be busy
+SPARE = 2
+
+
+@dataclass(slots=True)
+class _Gang:
+    unit: Unit
+    tag: GangTag
+    added_at: float
+    next_at: float
+    wait_s: float
+    leases: dict[bytes, int] = field(default_factory=dict)
+    holding: list[bytes] = field(default_factory=list)  # where it waits, or has a lease
+    reason: str = "peers are about to be asked"
+
+    @property
+    def size(self) -> int:
+        return len(self.unit.gang)
+
+
+class Gangs:
+    name = "gangs"
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        rng: random.Random,
+        config: Config,
+        clock: Callable[[], float],
+        on_placed: OnPlaced,
+        estimate: Estimate = lambda unit: unit.runtime_s,
+    ) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._rng = rng
+        self._config = config
+        self._clock = clock
+        self._on_placed = on_placed
+        self._estimate = estimate
+        self._gangs: dict[int, _Gang] = {}
+        self._of: dict[AttemptKey, _Gang] = {}
+        self._next_id = rng.getrandbits(48)
+        self._wake = asyncio.Event()
+        members.listen(self._member_changed, at_stake=self._gangs)
+
+    # ----------------------------------------------------------------- the interface
+
+    def add(self, units: Iterable[Unit]) -> None:
+        now = self._now()
+        for unit in units:
+            if any(key in self._of for key in unit.gang):
+                continue
+            self._next_id += 1
+            tag = GangTag(self._clock(), self._next_id)
+            gang = _Gang(unit, tag, now, now, self._config.probe_backoff_s_min)
+            self._gangs[tag.id] = gang
+            self._of.update(dict.fromkeys(unit.gang, gang))
+            self._wake.set()
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None:
+        """One of a gang, and so all of it."""
+        for key in keys:
+            gang = self._of.get(key)
+            if gang is not None:
+                self._remove(gang)
+                self._give_back(gang, {*gang.holding, *gang.leases})
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        gang = self._of.get(key)
+        return None if gang is None else gang.reason
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        for gang in self._gangs.values():
+            if peer in gang.holding and peer not in gang.leases:
+                gang.next_at = 0.0
+                self._wake.set()
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        soon = self._now() + self._config.probe_backoff_s_min  # changes come in crowds
+        for gang in self._gangs.values():
+            gang.next_at = min(gang.next_at, soon)
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            at = min((gang.next_at for gang in self._gangs.values()), default=None)
+            try:
+                async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            now = self._now()
+            due = sorted((g for g in self._gangs.values() if g.next_at <= now), key=lambda g: g.tag)
+            await asyncio.gather(*map(self._gather, due[: self._config.gangs_at_once]))
+
+    # ----------------------------------------------------------------- gathering
+
+    async def _gather(self, gang: _Gang) -> None:
+        config, now = self._config, self._now()
+        here = [m for m in self._members.here() if m.state == State.ALIVE]
+        matching = [m for m in here if not unmet(m.capacity, m.traits, gang.unit.needs)]
+        wanted = [m for m in matching if m.contact.id not in gang.unit.avoid]
+        wanted = wanted if len(wanted) >= gang.size else matching
+        if len(matching) < gang.size:
+            why = explain(here, gang.unit.needs) or f"{len(matching)} of {len(here)} match"
+            gang.reason = f"needs {gang.size} peers at once: {why}"
+            self._give_back(gang, {*gang.holding, *gang.leases})
+            gang.next_at = now + config.gang_renew_s
+            return
+        if now - gang.added_at < config.gang_hold_after_s:
+            await self._take(gang, wanted)
+        else:
+            await self._hold(gang, wanted)
+        if len(gang.leases) >= gang.size and gang.tag.id in self._gangs:
+            self._place(gang, len(matching))
+
+    async def _take(self, gang: _Gang, wanted: list[Member]) -> None:
+        """What is free right now, at enough peers; or nothing."""
+        config = self._config
+        order = self._rng.sample(wanted, len(wanted))
+        order.sort(key=lambda m: (m.contact.id not in gang.unit.near, -m.traits.speed))
+        order = order[: config.gang_asked_max]
+        asked, until = 0, self._now() + config.lease_ttl_s / 2
+        while len(gang.leases) < gang.size and order and gang.tag.id in self._gangs:
+            if self._now() > until:
+                break  # the first leases would expire
+            count = gang.size - len(gang.leases) + SPARE
+            some, order = order[:count], order[count:]
+            asked += len(some)
+            await asyncio.gather(*(self._ask(gang, m.contact, hold=False) for m in some))
+        if len(gang.leases) < gang.size:
+            found = len(gang.leases)
+            gang.reason = (
+                f"needs {gang.size} peers at once: {len(wanted)} match, {asked} were asked, "
+                f"{found} had room"
+            )
+            self._give_back(gang, set(gang.leases))
+            self._later(gang)
+
+    async def _hold(self, gang: _Gang, wanted: list[Member]) -> None:
+        """What comes free at as many peers as are needed."""
+        contacts = {m.contact.id: m.contact for m in wanted}
+        gone = {peer for peer in gang.holding if peer not in contacts}
+        self._give_back(gang, gone)
+        left = [peer for peer in contacts if peer not in gang.holding]
+        missing = gang.size - len(gang.holding)
+        gang.holding += self._rng.sample(left, min(len(left), max(0, missing)))
+        asks = [self._ask(gang, contacts[peer], hold=True) for peer in gang.holding]
+        kept = await asyncio.gather(*asks)
+        if gang.tag.id not in self._gangs:
+            return  # withdrawn meanwhile, and given back
+        refused = {p for p, is_kept in zip(list(gang.holding), kept, strict=True) if not is_kept}
+        self._give_back(gang, refused)
+        ready = len(gang.leases)
+        gang.reason = (
+            f"needs {gang.size} peers at once: {len(wanted)} match, {len(gang.holding)} keep room "
+            f"for it as it comes free, {ready} have enough"
+        )
+        now = self._now()
+        gang.next_at = now + (0.1 if refused else self._config.gang_renew_s)
+
+    async def _ask(self, gang: _Gang, contact: Contact, hold: bool) -> bool:
+        """True if that peer has room for it, or keeps what comes free."""
+        unit, now = gang.unit, self._now()
+        due_s = None if unit.deadline_at is None else unit.deadline_at - now
+        room = Room(unit.needs, 1, self._estimate(unit), due_s, hold=hold, gang=gang.tag)
+        try:
+            limit_s = self._config.probe_answer_s if not hold else self._config.gang_renew_s
+            answer = await self._rpc.call(contact, Reserve.of((room,)), Offers, limit_s)
+            grant = answer.grants[0] if answer.grants else Grant()
+        except CallFailed:
+            grant = Grant()  # should it have said yes, it is told that nothing is wanted
+        if gang.tag.id not in self._gangs:
+            self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
+            return False
+        if grant.leases:
+            gang.leases[contact.id] = grant.leases[0]
+        else:
+            gang.leases.pop(contact.id, None)  # an older gang has it now
+            if not grant.held:
+                self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
+        return bool(grant.leases) or grant.held
+
+    def _place(self, gang: _Gang, matching: int) -> None:
+        known = self._members.get
+        peers = [m for peer in gang.leases if (m := known(peer)) is not None]
+        if len(peers) < gang.size:
+            return  # one was forgotten just now
+        self._remove(gang)
+        peers.sort(key=lambda m: (m.contact.id not in gang.unit.near, -m.traits.speed))
+        chosen, unused = peers[: gang.size], {m.contact.id for m in peers[gang.size :]}
+        record = Placement(
+            self.name,
+            [(m.contact.id, 1, "") for m in chosen],
+            matching=matching,
+            known=self._members.count,
+            why=f"these {gang.size} peers had room for it at once",
+        )
+        placed = [
+            Placed(replace(gang.unit, key=key), m.contact, gang.leases[m.contact.id], record)
+            for key, m in zip(gang.unit.gang, chosen, strict=True)
+        ]
+        self._give_back(gang, unused)
+        self._on_placed(placed)
+
+    # ----------------------------------------------------------------- small things
+
+    def _remove(self, gang: _Gang) -> None:
+        del self._gangs[gang.tag.id]
+        for key in gang.unit.gang:
+            del self._of[key]
+
+    def _give_back(self, gang: _Gang, peers: Iterable[bytes]) -> None:
+        for peer in sorted(peers):
+            gang.leases.pop(peer, None)
+            if peer in gang.holding:
+                gang.holding.remove(peer)
+            contact = self._members.contact(peer)
+            if contact is not None:
+                self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
+
+    def _later(self, gang: _Gang) -> None:
+        gang.next_at = self._now() + gang.wait_s * (0.75 + 0.5 * self._rng.random())
+        gang.wait_s = min(self._config.gang_renew_s, 2 * gang.wait_s)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
