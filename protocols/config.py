@@ -59,6 +59,7 @@ class Config:
     news_s: float = 120.0  # who died longer ago is not told about, unless it is believed alive
     gossip_s: float = 0.5  # while there is news, between two messages that carry nothing else
     gossip_per_message: int = 5
+    gossip_per_ping: int = 5  # they travel along with pings and their answers, too
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
     # Between two full exchanges caused by differing digests; beyond a hundred members so many
     # times longer as they are hundreds.

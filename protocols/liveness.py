@@ -112,7 +112,7 @@ class Liveness:
         while True:
             await self._news.wait()
             await asyncio.sleep(self._config.gossip_s * (0.75 + 0.5 * self._rng.random()))
-            rumours = self._members.rumours()
+            rumours = self._members.rumours(self._config.gossip_per_message)
             if not rumours:
                 self._news.clear()
             for member in self._members.draw(self._rng, 1, (self._rpc.me.id,)) if rumours else ():
@@ -247,7 +247,7 @@ class Liveness:
 
     async def _ping_once(self, contact: Contact) -> bool:
         about = self._members.get(contact.id)
-        rumours = self._members.rumours()
+        rumours = self._members.rumours(self._config.gossip_per_ping)
         if about is not None and about.state != State.ALIVE:
             packed = self._members.packed(contact.id)
             rumours = (packed, *rumours[:-1]) if packed else rumours  # so that it can object
@@ -346,7 +346,9 @@ class Liveness:
         differs = message.digest and message.digest != self._members.digest
         if differs and self._members.get(sender.id) is None:
             self._disagree(sender)
-        return Ack.of(self._members.digest, self._members.rumours(frozenset(message.rumours)))
+        most = self._config.gossip_per_ping
+        rumours = self._members.rumours(most, frozenset(message.rumours))
+        return Ack.of(self._members.digest, rumours)
 
     async def _ping_for(self, sender: Contact, message: PingFor) -> PingedFor:
         sign = await self._look(message.target)

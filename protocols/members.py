@@ -140,6 +140,8 @@ class Members:
     def hear(self, rumours: Collection[bytes], now: float) -> None:
         # who comes anew learns of everybody: no news to anybody else, and would crowd out what is
         known = len(rumours) > max(CROWD_MIN, len(self._known) // 2)
+        if known:
+            rumours = self._adopt(rumours, now)
         believed = self._known.get
         for packed in rumours:
             try:
@@ -152,6 +154,36 @@ class Members:
             mine = rumour.peer == self.me.contact.id  # an objection is news to all
             if self._take(rumour, now) and known and not mine:
                 self._news.pop(rumour.packed, None)
+
+    def _adopt(self, rumours: Collection[bytes], now: float) -> list[bytes]:
+        """All at once those of whom nothing was known; what is left of the others."""
+        left: list[bytes] = []
+        new: dict[bytes, Belief] = {}
+        room = self._config.members_max - len(self._known)
+        for packed in rumours:
+            try:
+                belief = believe(packed)
+            except Malformed:
+                self.malformed += 1
+                continue
+            fresh = belief.peer not in self._known and belief.peer not in new
+            if fresh and belief.member.http and len(new) < room:
+                new[belief.peer] = belief
+                self.digest ^= belief.mark
+                self._parts[_part(belief.peer)] ^= belief.mark & 0xFFFFFFFF
+                if belief.member.state > State.SUSPECT:
+                    self._gone[belief.peer] = now
+            else:
+                left.append(packed)
+        self._count += sum(b.member.state <= State.SUSPECT for b in new.values())
+        self._known.update(new)
+        self._order.extend(new)
+        self._sorted = False
+        self._here = None
+        for at_stake, listener in self._listeners:
+            for belief in new.values() if at_stake else ():
+                listener(None, belief.member)
+        return left
 
     def apply(self, rumour: Member, now: float) -> bool:
         """Take a belief over if it is newer; True if it was."""
@@ -286,10 +318,10 @@ class Members:
                 return member
         return None
 
-    def rumours(self, told: Collection[bytes] = ()) -> tuple[bytes, ...]:
-        """What was heard last, to be passed on: each for a bounded number of messages, and less
-        often if there is always something newer (who misses it is told by its digest). Not what
-        the other has just `told` itself."""
+    def rumours(self, most: int, told: Collection[bytes] = ()) -> tuple[bytes, ...]:
+        """What was heard last, to be passed on, at `most` so many: each for a bounded number of
+        messages, and less often if there is always something newer (who misses it is told by its
+        digest). Not what the other has just `told` itself."""
         self._told += 1
         past = self._told - self._config.gossip_repeat * math.ceil(math.log2(len(self._known) + 1))
         while self._news and next(iter(self._news.values())) < past:
@@ -297,7 +329,7 @@ class Members:
         news: Iterable[bytes] = reversed(self._news)
         if told:
             news = (packed for packed in news if packed not in told)
-        return tuple(itertools.islice(news, self._config.gossip_per_message))
+        return tuple(itertools.islice(news, most))
 
     # ----------------------------------------------------------------- comparing two views
 

@@ -147,6 +147,8 @@ class Records:
 
     def hand_over(self, newcomer: Contact) -> asyncio.Task[None] | None:
         """A peer joined: give it what it is now among the closest for, if there is anything."""
+        if not self.store.count:
+            return None
         count = self._config.lookup_wanted
         now = self._now()
         records = []

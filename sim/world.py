@@ -54,7 +54,7 @@ CROWD = replace(
     sync_s_min=3.0,
     sync_s_max=16.0,
     refresh_s=900.0,
-    forget_dead_s=600.0,  # no rumour is that old
+    forget_dead_s=240.0,  # no rumour is that old
 )
 CROWD_PEERS = 200
 CROWD_QUIET_S = 120.0

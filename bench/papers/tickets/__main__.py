@@ -65,6 +65,7 @@ def average(results: list[Result]) -> dict[str, float]:
     rows = {
         "makespan_s": mean(r.makespan_s for r in results),
         "delay_s": mean(r.delay_s for r in results),
+        "idle_s": mean(r.idle_s for r in results),
         "waiting_s": mean(r.waiting_s for r in results),
         "response_s": mean(r.response_s for r in results),
         "notifications": mean(r.notifications for r in results),
@@ -80,7 +81,18 @@ def average(results: list[Result]) -> dict[str, float]:
 def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], say: Display) -> None:
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
-    heads = ("TASKS", "MODE", "MAKESPAN s", "DELAY s", "WAITING s", "NOTIFICATIONS", "MESSAGES")
+    # DELAY: from ready to placed; BESIDE FREE: the part of it in which the processor that the task
+    # then got stood free, so that it was not for want of processors
+    heads = (
+        "TASKS",
+        "MODE",
+        "MAKESPAN s",
+        "DELAY s",
+        "BESIDE FREE s",
+        "WAITING s",
+        "NOTIFIED",
+        "MESSAGES",
+    )
     for tasks, modes in found.items():
         for mode, row in modes.items():
             rows.append(
@@ -89,6 +101,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
                     mode,
                     f"{row['makespan_s']:,.0f}",
                     f"{row['delay_s']:.2f}",
+                    f"{row['idle_s']:.3f}",
                     f"{row['waiting_s']:.1f}",
                     f"{row['notifications']:.3f}",
                     f"{row['messages_per_task']:.2f}",
@@ -96,7 +109,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
             )
     say.table(heads, rows)
     say.say("")
-    heads = ("TASKS", "AGAINST", "MAKESPAN", "WAITING", "DELAY", "MESSAGES")
+    heads = ("TASKS", "AGAINST", "MAKESPAN", "WAITING", "DELAY", "BESIDE FREE", "MESSAGES")
     rows = []
     for tasks, modes in found.items():
         mine = modes["tickets"]
@@ -108,7 +121,13 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
                     other,
                     *(
                         f"{100 * (mine[k] / theirs[k] - 1):+.1f} %" if theirs[k] > 0.05 else "-"
-                        for k in ("makespan_s", "waiting_s", "delay_s", "messages_per_task")
+                        for k in (
+                            "makespan_s",
+                            "waiting_s",
+                            "delay_s",
+                            "idle_s",
+                            "messages_per_task",
+                        )  # fmt: skip
                     ),
                 )
             )

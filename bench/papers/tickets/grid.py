@@ -1,9 +1,11 @@
 """A grid of sites on the simulator: Valence's strategies, admission and calls; tasks are timers.
 
 Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
-number of processors, their speed, architecture and operating system. What the paper does not say is
-chosen here and fixed: processors are spread log-uniformly from 1 to 250 (its Table 5 asks for such
-a spread), speeds evenly from 500 to 3,000 MIPS.
+number of processors, their speed, architecture and operating system. The paper takes these from five
+grids of its time and gives no numbers; here they are drawn so: processors log-uniformly from 1 to
+250 (its Table 5 asks for such a spread), speeds around 2,200 MIPS between 700 and 3,000, nine in
+ten sites of one architecture and nine in ten of one system, as in those grids. Tasks ask for a
+speed of 700 to 1,500 MIPS, as the claims of its Table 2 do, and for what some site is.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +46,11 @@ from protocols.strategy import Placed, Placement, Strategy, Unit
 from sim.loop import run_out
 from sim.network import Network
 
-ARCHITECTURES = ("intel", "intel", "intel", "sparc")
-SYSTEMS = ("linux", "linux", "linux", "solaris")
+ARCHITECTURES = (*["intel"] * 9, "sparc")
+SYSTEMS = (*["linux"] * 9, "solaris")
 SPEED = 1000.0  # MIPS of a peer of speed 1
+SPEEDS = (0.7, 3.0, 2.2)  # least, most, and the one that is most frequent
+SPEEDS_ASKED = (0.7, 1.5)
 MI = (50_000, 500_000)
 FORKS = 5
 PROCESSORS_MAX = 250
@@ -91,7 +95,8 @@ class Experiment:
 @dataclass(slots=True)
 class Result:
     makespan_s: float = 0.0  # mean over workflows
-    delay_s: float = 0.0  # coordination: from ready to placed, mean over tasks
+    delay_s: float = 0.0  # from ready to placed, mean over tasks
+    idle_s: float = 0.0  # of that, while a processor stood free that it would get
     waiting_s: float = 0.0  # from ready to running
     response_s: float = 0.0
     notifications: float = 0.0  # per task
@@ -153,6 +158,7 @@ class Site:
         self.grid = grid
         self.member = member
         self.executed = 0
+        self.free_since = deque([0.0] * (member.capacity.millicores // 1000))
         self.rng = random.Random(f"{grid.plan.seed} site {index}")
         config = grid.config
         wire = grid.network.wire(member.contact)
@@ -215,12 +221,13 @@ class Site:
 
     def _begin(self, key: AttemptKey) -> None:
         self.executed += 1
-        self.grid.began(key, self.now())
+        self.grid.began(key, self.now(), self.free_since.popleft())
         runtime_s = self.grid.size(key) / (SPEED * self.member.traits.speed)
         asyncio.get_running_loop().call_later(runtime_s, self._end, key)
 
     def _end(self, key: AttemptKey) -> None:
         self.admission.release(key)
+        self.free_since.append(self.now())
         self.grid.ended(key, self.now())
         self._more()
 
@@ -263,7 +270,7 @@ class Grid:
             id = random.Random(f"site {index}").randbytes(20)
             contact = Contact(id, f"10.0.{index // 250}.{index % 250}", 7000)
             processors = round(PROCESSORS_MAX ** rng.random())
-            speed = rng.uniform(0.5, 3.0)
+            speed = rng.triangular(*SPEEDS)
             traits = Traits(rng.choice(ARCHITECTURES), rng.choice(SYSTEMS), "site", speed)
             everybody.append(
                 Member(contact, "http://x", Capacity(1000 * processors, 2**40), traits)
@@ -281,7 +288,7 @@ class Grid:
         self.needs = []
         for _ in range(plan.sites):
             like = rng.choice(everybody)
-            slowest = rng.uniform(0.5, like.traits.speed)
+            slowest = min(rng.uniform(*SPEEDS_ASKED), like.traits.speed)
             self.needs.append(
                 Needs(Capacity(1000), like.traits.arch, like.traits.os, None, slowest)
             )
@@ -329,8 +336,10 @@ class Grid:
     def again(self, key: AttemptKey, new: AttemptKey) -> None:
         self.sums["again"] += 1
 
-    def began(self, key: AttemptKey, now: float) -> None:
-        self.sums["waiting"] += now - self.ready_at[f"{key.workflow}/{key.task}"]  # type: ignore[assignment]
+    def began(self, key: AttemptKey, now: float, free_since: float) -> None:
+        ready_at = self.ready_at[f"{key.workflow}/{key.task}"]
+        self.sums["waiting"] += now - ready_at  # type: ignore[assignment]
+        self.sums["idle"] += now - max(ready_at, free_since)  # type: ignore[assignment]
 
     def ended(self, key: AttemptKey, now: float) -> None:
         broker = int(key.workflow)
@@ -370,6 +379,7 @@ class Grid:
         return Result(
             statistics.mean(self.makespans),
             self.sums["delay"] / count,
+            self.sums["idle"] / count,
             self.sums["waiting"] / count,
             self.sums["response"] / count,
             notified / count,

@@ -1,0 +1,1 @@
+"""A chemical machine: molecules, rules that consume and produce them, and their notation."""

@@ -1,0 +1,150 @@
+"""What floats in a solution, and what rules say about it. Plain values; nothing here reacts.
+
+After seed 000, section 2, and HOCL, the language it uses. A molecule is
+- an atom: a number, a truth value, a text, or a *symbol* (a bare word such as READY);
+- a compound `TASK:1:READY`: molecules joined by colons;
+- a solution `⟨1, 2, TASK:3⟩`: a multiset of molecules, in a molecule of its own;
+- a rule: rules are molecules too, and other rules consume and produce them;
+- a call `system.deploy(t, r)`: something that is to be done outside of the solution.
+
+Every molecule is hashable and never changes. `shape` is what it can be told by without looking
+inside: patterns and molecules of different shapes never match, so they are never tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compound:
+    parts: tuple[Molecule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A multiset: two are equal if they have the same molecules, each as often."""
+
+    molecules: tuple[Molecule, ...] = ()
+    _key: frozenset[tuple[Molecule, int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        counts: dict[Any, int] = {}
+        for one in self.molecules:
+            counts[typed(one)] = counts.get(typed(one), 0) + 1
+        object.__setattr__(self, "_key", frozenset(counts.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Solution) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`name(arguments)` as a product: done by whoever runs the solution, not by the solution."""
+
+    name: str
+    arguments: tuple[Molecule, ...] = ()
+
+
+# --------------------------------------------------------------------------- what rules say
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """`x`, `x::int`: any one molecule, or one of a type; in products: what it stands for."""
+
+    name: str
+    type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """`?w`: all that is left of a solution."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`x + 1`, `x >= y`, `not a`, `len(w)`: see `expressions`."""
+
+    operator: str
+    operands: tuple[Term, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`replace patterns by products if condition`. `once`: it is used up when it has reacted."""
+
+    patterns: tuple[Term, ...]
+    products: tuple[Term, ...]
+    condition: Term | None = None
+    once: bool = False
+    name: str = ""
+
+
+Atom = bool | int | float | str | Symbol
+Molecule = Atom | Compound | Solution | Rule | Call
+#: a molecule with holes: what patterns, products and conditions are made of
+Term = Molecule | Variable | Rest | Operation
+
+TYPES = ("int", "float", "bool", "text", "symbol", "compound", "solution", "rule", "call")
+
+
+def type_of(molecule: Molecule) -> str:
+    if isinstance(molecule, bool):
+        return "bool"
+    for cls, name in (
+        (int, "int"),
+        (float, "float"),
+        (str, "text"),
+        (Symbol, "symbol"),
+        (Compound, "compound"),
+        (Solution, "solution"),
+        (Rule, "rule"),
+    ):
+        if isinstance(molecule, cls):
+            return name
+    return "call"
+
+
+def typed(molecule: Molecule) -> tuple[str, Molecule]:
+    """To tell 1, 1.0 and True apart, which Python takes for equal."""
+    return type_of(molecule), molecule
+
+
+def shape_of(term: Term) -> Shape:
+    """Of a molecule, or of all molecules that a pattern could match: () if it may be any."""
+    if isinstance(term, Variable):
+        if term.type[:1].isupper():
+            return ("head", term.type)
+        return (term.type,) if term.type else ()
+    if isinstance(term, Compound):
+        head = term.parts[0]
+        return ("compound", len(term.parts), head.name if isinstance(head, Symbol) else "")
+    if isinstance(term, Rest | Operation):
+        return ()
+    return (type_of(term),)
+
+
+def shapes_of(molecule: Molecule) -> tuple[Shape, ...]:
+    """All shapes of patterns that may match it."""
+    if isinstance(molecule, Compound):
+        size = len(molecule.parts)
+        head = molecule.parts[0]
+        named: tuple[Shape, ...] = ()
+        if isinstance(head, Symbol):
+            named = (("compound", size, head.name), ("head", head.name))
+        return ((), ("compound",), ("compound", size, ""), *named)
+    return ((), (type_of(molecule),))
