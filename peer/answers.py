@@ -278,7 +278,7 @@ class Answers:
             encoding = task.won.value.encoding
             if encoding == "json" and task.won.value.file is None:
                 value = json.loads(task.won.value.data)
-        needs = {k: getattr(spec.needs, k) for k in spec.needs.__slots__}
+        needs = {k: getattr(run.needs(spec.id), k) for k in spec.needs.__slots__}
         return api.TaskView.model_validate(
             {
                 **self._row(task),

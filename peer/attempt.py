@@ -52,9 +52,10 @@ DISK_FULL_BYTES = 256 * 1024
 class TaskFailed(Exception):
     """The task's own fault, with the reason its user reads."""
 
-    def __init__(self, reason: str, exit_code: int | None = None) -> None:
+    def __init__(self, reason: str, exit_code: int | None = None, cause: str = "") -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+        self.cause = cause
 
 
 class PeerFailed(Exception):
@@ -128,6 +129,7 @@ class Attempt:
             found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
             if isinstance(error, TaskFailed):
                 found["exit_code"] = error.exit_code
+                found["cause"] = error.cause
             return {**self.result, **found}
         except (PeerFailed, NurseryGone) as error:
             reason = str(error) or NURSERY_DIED
@@ -218,7 +220,7 @@ class Attempt:
             self._blobs.blob_bytes_max,
         )
         try:
-            reason = await self._watch(id, exit)
+            reason, cause = await self._watch(id, exit)
         except StartFailed as error:
             raise TaskFailed(f"it could not be started: {error}", 127) from None
         except asyncio.CancelledError:
@@ -230,15 +232,15 @@ class Attempt:
         self.result["max_rss_bytes"] = ended.max_rss_bytes
         self.result["log_truncated"] = ended.log_truncated
         if reason:
-            raise TaskFailed(reason, ended.code)
+            raise TaskFailed(reason, ended.code, cause)
         self.result["exit_code"] = ended.code
         if ended.code < 0:
-            raise TaskFailed(f"killed by signal {-ended.code}", ended.code)
+            raise TaskFailed(f"killed by signal {-ended.code}", ended.code, "signal")
         if ended.code:
-            raise TaskFailed(f"exit code {ended.code}", ended.code)
+            raise TaskFailed(f"exit code {ended.code}", ended.code, "exit")
 
-    async def _watch(self, id: int, exit: asyncio.Future[Exit]) -> str:
-        """Until it ended; why it was made to, if it was."""
+    async def _watch(self, id: int, exit: asyncio.Future[Exit]) -> tuple[str, str]:
+        """Until it ended; why it was made to, in a sentence and in a word, if it was."""
         loop = asyncio.get_running_loop()
         limit_s, memory = self.work.timeout_s, self.work.needs.capacity.memory_bytes
         start = loop.time()
@@ -252,17 +254,15 @@ class Attempt:
             if limit_s is not None and loop.time() - start >= limit_s:
                 await self._processes.end(id, exit)
                 await _known(exit)
-                return too_long(self.work)
+                return too_long(self.work), "timeout"
             if memory:
                 used = await self._processes.usage(id)
                 if used > memory:
                     await self._processes.end(id, exit)
                     await _known(exit)
-                    return (
-                        f"killed: it used {show_bytes(used)} of memory, {show_bytes(memory)} asked"
-                    )
+                    return too_large(used, memory), "memory"
         exit.result()
-        return ""
+        return "", ""
 
     async def _keep_log(self, held: bytes | None) -> None:
         """The end of it travels with the outcome; all of it, where longer, is a blob."""
@@ -311,7 +311,7 @@ class Attempt:
             self._processes.discard(worker)
             self._left = True  # perhaps a part of its value
             if isinstance(error, TimeoutError):
-                raise TaskFailed(too_long(work)) from None
+                raise TaskFailed(too_long(work), cause="timeout") from None
             if isinstance(error, EOFError | OSError):
                 if losses != self._processes.losses:
                     raise NurseryGone from None
@@ -382,9 +382,7 @@ class Attempt:
                     return call.result()
                 used = await self._processes.usage(worker.id)
                 if used > memory:
-                    raise TaskFailed(
-                        f"killed: it used {show_bytes(used)} of memory, {show_bytes(memory)} asked"
-                    )
+                    raise TaskFailed(too_large(used, memory), cause="memory")
         finally:
             call.cancel()
 
@@ -511,6 +509,10 @@ def _tail(path: Path) -> str:
 
 def too_long(work: Work) -> str:
     return f"it ran longer than its time-out of {show_seconds(work.timeout_s or 0.0)}"
+
+
+def too_large(used: int, asked: int) -> str:
+    return f"killed: it used {show_bytes(used)} of memory, {show_bytes(asked)} asked"
 
 
 def outcome(work: Work, found: dict[str, Any], times: tuple[float, float, float]) -> Outcome:

@@ -130,6 +130,7 @@ class Enactment:
             ("cells", self.owner.run()),
             ("booth", self.booth.run()),
             ("given", self.home.given.watch()),
+            ("slow", self.home.watch_slow()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),

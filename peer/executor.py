@@ -368,7 +368,8 @@ class Executor:
             self._processes.discard(worker)
             if held.attempt is not None:
                 held.attempt.forget()
-            self._ended(held, {"kind": "failed", "reason": too_long(held.work)})
+            reason = too_long(held.work)
+            self._ended(held, {"kind": "failed", "reason": reason, "cause": "timeout"})
 
     def _run_task(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
         held.task = asyncio.ensure_future(self._run(held, work))

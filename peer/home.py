@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
@@ -81,6 +82,7 @@ COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
 FENCED_S = 2.0  # between two looks for another home
+SLOW_CHECK_S = 1.0
 
 FindTwin = Callable[[str, int, int], Awaitable[bytes | None]]
 
@@ -124,6 +126,7 @@ class Home:
         self._unpublished: set[str] = set()
         self._fenced: set[str] = set()  # workflows another home of which was heard of just now
         self.find_twin: FindTwin = _nobody
+        self._watchful = asyncio.Event()
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(Vacancy, self._vacancy)
@@ -284,6 +287,8 @@ class Home:
         if len(self._unpublished) == 1:
             now = asyncio.get_running_loop().time()
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
+        if run.policies is not None and run.policies.wants_slow:
+            self._watchful.set()
         self._bring_inputs(run)
         self._place_ready(run)
         self._conclude(run)
@@ -461,7 +466,7 @@ class Home:
             avoid = frozenset(a.peer for a in task.attempts if a.state in ("failed", "lost"))
         return Unit(
             AttemptKey(run.id, task.id, task.number + 1),
-            wire_needs(run.workflow.tasks[task.id].needs),
+            wire_needs(run.needs(task.id)),
             run.ranks[task.id],
             run.runtime_s(task.id),
             deadline,
@@ -766,6 +771,7 @@ class Home:
         """Those that count, in one entry."""
         rows = []
         changed: list[TaskState] = []
+        memory: dict[str, int] = {}
         rivals: set[str] = set()
         seen: set[str] = set()
         for ended in outcomes:
@@ -792,6 +798,12 @@ class Home:
             if task.state != "running" or len(task.attempts) > 1:
                 rivals.add(task.id)
             verdict = run.verdict(ended)
+            again = run.consider(ended)
+            if again is not None:
+                verdict = "retrying"
+                ended = ended._replace(reason=f"{ended.reason}; {again.why}")
+                if again.memory_bytes:
+                    memory[task.id] = again.memory_bytes
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
             rows.append((ended, peer, verdict))
@@ -802,7 +814,7 @@ class Home:
         wins = [
             (task, ended) for (ended, _, v), task in zip(rows, changed, strict=True) if v == WON
         ]
-        body = {"outcomes": rows}
+        body = {"outcomes": rows, "memory": memory} if memory else {"outcomes": rows}
         self._write(run, "finished", body, then=lambda: self._go_on(run, body, wins, rivals))
         for (_, _, verdict), task in zip(rows, changed, strict=True):
             self.counts[f"tasks_{verdict}"] += 1
@@ -1014,6 +1026,38 @@ class Home:
             ):
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
         self._lost(young, begun=False)
+
+    async def watch_slow(self) -> None:
+        """Tell policies of what takes far longer than its like."""
+        told: dict[AttemptKey, int] = {}
+        while True:
+            watched = [r for r in self.active() if r.policies is not None and r.policies.wants_slow]
+            if not watched:
+                self._watchful.clear()
+            await self._watchful.wait()
+            await asyncio.sleep(SLOW_CHECK_S)
+            before, told = told, {}
+            for run in watched:
+                told |= self._tell_slow(run, before)
+
+    def _tell_slow(self, run: Run, before: dict[AttemptKey, int]) -> dict[AttemptKey, int]:
+        """At two, four, eight … times as long as usual; how often it was doubled by now."""
+        told: dict[AttemptKey, int] = {}
+        now = self._clock()
+        for task in [t for t in run.tasks.values() if t.state == "running"]:
+            key, typical_s = _key(run, task.id, task.number), run.runtime_s(task.id)
+            attempt = task.attempt(task.number)
+            if attempt is None or typical_s is None or run.workflow.tasks[task.id].gang:
+                continue
+            seconds = now - attempt.at
+            times = int(math.log2(max(1.0, seconds / max(SLOW_CHECK_S, typical_s))))
+            told[key] = max(times, before.get(key, 0))
+            if times <= before.get(key, 0) or run.policies is None:
+                continue
+            if run.policies.slow(task.id, len(task.attempts), seconds, typical_s):
+                why = f"it runs for {seconds:.0f} s, its like took {typical_s:.1f} s"
+                self._lost([(key, f"{why}: by a policy it runs a second time")], begun=False)
+        return told
 
     def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
         """Attempts that will not report. Those that never began don't count against the task."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value
-from workflow.model import Task, Workflow
+from workflow.model import Needs, Task, Workflow
 from workflow.plan import upward_ranks
+
+from .policies import Again, Policies
 
 FINAL = frozenset({"succeeded", "failed", "skipped", "cancelled"})
 STATES = (
@@ -118,6 +120,9 @@ class Run:
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
         self._kinds: dict[str, tuple[str, ...]] = {}  # template → what its tasks are like
         self.cancelling = ""
+        self.policies = Policies(workflow.policies) if workflow.policies else None
+        self.memory_bytes: dict[str, int] = {}  # what a policy gives a task, in place of its need
+        self._considered: set[tuple[str, int]] = set()
 
     # ----------------------------------------------------------------- the journal
 
@@ -180,8 +185,10 @@ class Run:
                 self._set(task, "running")
 
     def _on_finished(self, body: dict[str, Any], at: float) -> None:
+        self.memory_bytes.update(body.get("memory", ()))
         for row, peer, verdict in body["outcomes"]:
             ended = row if isinstance(row, Outcome) else read_outcome(row)
+            self.consider(ended)
             task = self.tasks[ended.key.task]
             attempt = task.attempt(ended.key.number)
             if attempt is not None:
@@ -303,6 +310,30 @@ class Run:
             return "returned"
         retries = self.workflow.tasks[task.id].retries
         return "retrying" if task.failures < retries else "failed"
+
+    def consider(self, ended: Outcome) -> Again | None:
+        """What the workflow's policies make of a failure; each is told to them once."""
+        key = (ended.key.task, ended.key.number)
+        if self.policies is None or ended.kind != "failed" or key in self._considered:
+            return None
+        self._considered.add(key)
+        failures = self.tasks[ended.key.task].failures + 1
+        spec = self.workflow.tasks[ended.key.task]
+        values = {
+            "memory": self.needs(ended.key.task).memory_bytes,
+            "timeout": int(spec.timeout_s or 0),
+            "exit": ended.exit_code or 0,
+            "signal": -(ended.exit_code or 0),
+        }
+        return self.policies.ended(
+            ended.key.task, failures, ended.cause, values.get(ended.cause, 0)
+        )
+
+    def needs(self, task: str) -> Needs:
+        """As its document says, or as a policy has made of it."""
+        found = self.workflow.tasks[task].needs
+        more = self.memory_bytes.get(task)
+        return found if more is None else replace(found, memory_bytes=more)
 
     def doomed_by(self, name: str) -> Iterator[str]:
         """All that can't run any more because this one failed."""

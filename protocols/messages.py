@@ -207,6 +207,7 @@ class Outcome(NamedTuple):
     # small outputs travel along, so that they have a second holder before they count
     enclosed: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=256)] = ()
     epoch: Natural = 0  # of the home that gave the attempt: no other attempt has number and epoch
+    cause: Word = ""  # of a failure, in a word: memory, timeout, exit or signal
 
 
 class GangTag(NamedTuple):

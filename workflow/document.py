@@ -112,6 +112,7 @@ class _Reader:
         return Workflow(
             name=head["name"],
             description=head.get("description", ""),
+            policies=tuple(head.get("policies", ())),
             strategy=head.get("strategy", "auto"),
             deadline=None if head.get("deadline") is None else str(head["deadline"]),
             inputs=self.inputs,

@@ -76,6 +76,7 @@ class Workflow:
     parents: Mapping[str, tuple[str, ...]]
     producers: Mapping[str, str]  # file → the task that makes it
     description: str = ""
+    policies: tuple[str, ...] = ()
 
     def children(self) -> dict[str, Sequence[str]]:
         found: dict[str, list[str]] = {}

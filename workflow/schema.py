@@ -138,5 +138,10 @@ class WorkflowDocument(_Strict):
     deadline: str | float | int | None = Field(
         default=None, description="A duration from submission, or a timestamp (ISO 8601)."
     )
+    policies: list[str] = Field(
+        default_factory=list,
+        max_length=50,
+        description="What to do when something happens: `more-memory`, `slow-twice`, or a rule.",
+    )
     inputs: dict[str, InputDocument] = Field(default_factory=dict, max_length=100_000)
     tasks: dict[str, TaskDocument] = Field(min_length=1, max_length=TASKS_MAX)

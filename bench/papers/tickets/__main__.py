@@ -33,6 +33,9 @@ TABLE_5 = {
 }
 
 
+AGAINST = ("makespan_s", "waiting_s", "delay_s", "idle_s", "messages_per_task")
+
+
 def name_of(plan: Experiment) -> str:
     return f"interval {plan.interval_s:g} s" if plan.mode == "interval" else plan.mode
 
@@ -121,13 +124,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
                     other,
                     *(
                         f"{100 * (mine[k] / theirs[k] - 1):+.1f} %" if theirs[k] > 0.05 else "-"
-                        for k in (
-                            "makespan_s",
-                            "waiting_s",
-                            "delay_s",
-                            "idle_s",
-                            "messages_per_task",
-                        )  # fmt: skip
+                        for k in AGAINST
                     ),
                 )
             )

@@ -1,11 +1,12 @@
 """A grid of sites on the simulator: Valence's strategies, admission and calls; tasks are timers.
 
 Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
-number of processors, their speed, architecture and operating system. The paper takes these from five
-grids of its time and gives no numbers; here they are drawn so: processors log-uniformly from 1 to
-250 (its Table 5 asks for such a spread), speeds around 2,200 MIPS between 700 and 3,000, nine in
-ten sites of one architecture and nine in ten of one system, as in those grids. Tasks ask for a
-speed of 700 to 1,500 MIPS, as the claims of its Table 2 do, and for what some site is.
+number of processors, their speed, architecture and operating system. The paper takes these from
+five grids of its time and gives no numbers; here they are drawn so: processors log-uniformly from 1
+to 400 (with so many, tickets every 100 s lead to about the paper's Table 5), speeds around 2,200
+MIPS from 700 to 3,000, nine in ten sites of one architecture and nine in ten of one system, as in
+those grids. Tasks ask for a speed of 700 to 1,500 MIPS, as the claims of its Table 2 do, and for
+what some site is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SPEEDS = (0.7, 3.0, 2.2)  # least, most, and the one that is most frequent
 SPEEDS_ASKED = (0.7, 1.5)
 MI = (50_000, 500_000)
 FORKS = 5
-PROCESSORS_MAX = 250
+PROCESSORS_MAX = 400
 VIRTUAL_S_MAX = 2e6
 NON_COOPERATIVE = ("non-cooperative", "task by task")
 

@@ -1,0 +1,149 @@
+"""Policies: rules that travel with a workflow and react to what becomes of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from peer.policies import SHIPPED, Again, Policies, read_policy
+from peer.run import Run
+from peer.work import read_document
+from protocols.chemistry.notation import ChemistryError
+from protocols.messages import AttemptKey, Outcome
+from tests.conftest import Cluster
+from workflow.problems import DocumentError
+
+MIB = 2**20
+
+
+def test_more_memory_doubles_three_times_and_then_gives_up() -> None:
+    policies = Policies(("more-memory",))
+    found = [policies.ended("t", n, "memory", 128 * MIB * 2 ** (n - 1)) for n in range(1, 6)]
+    assert found == [Again(256 * MIB), Again(512 * MIB), Again(1024 * MIB), None, None]
+    assert policies.ended("t", 1, "exit", 1) is None, "only for memory"
+
+
+def test_slow_twice_runs_a_task_a_second_time_not_a_third() -> None:
+    policies = Policies(("slow-twice",))
+    assert policies.wants_slow
+    assert not policies.slow("t", 1, 2.0, 1.0)
+    assert policies.slow("t", 1, 4.0, 1.0)
+    assert not policies.slow("t", 2, 9.0, 1.0)
+
+
+def test_a_rule_of_ones_own_with_a_memory_of_its_own() -> None:
+    """Tasks that exit with 75 (try later) are tried again, but only two of all of them."""
+    rules = (
+        'replace ENDED:task:n:"exit":75, BUDGET:left by system.again(task), BUDGET:(left - 1) '
+        "if left > 0",
+        "replace-one START by BUDGET:2",
+        'replace ENDED:task:n:"exit":75 by START if n = 1 and task = "first"',
+    )
+    policies = Policies(rules)
+    assert policies.ended("first", 1, "exit", 75) is None  # it starts the budget
+    assert [policies.ended("t", n, "exit", 75) is not None for n in (1, 2, 3)] == [True, True, False]
+
+
+def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:
+    policies = Policies(("replace ENDED:t:n:c:v by ENDED:t:(n + 1):c:v",))
+    assert policies.ended("t", 1, "exit", 1) is None
+    assert "do not act any more" in policies.trouble
+    assert policies.ended("t", 2, "exit", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ("more-memry", "no policy is called 'more-memry'; there are: more-memory, slow-twice"),
+        ("replace x by y", "line 1, column 9: y stands for nothing"),
+        ("replace x by open(x) if", "line 1, column 24: a molecule is expected"),
+    ],
+)
+def test_a_policy_that_can_not_be_read_is_refused_with_its_place(policy: str, problem: str) -> None:
+    with pytest.raises(ChemistryError):
+        read_policy(policy)
+    text = f"name: p\npolicies:\n  - {policy}\ntasks: {{t: {{command: 'true'}}}}\n"
+    with pytest.raises(DocumentError) as found:
+        read_document(text.encode(), {})
+    assert problem in str(found.value)
+    assert "/policies/0 (line 3)" in str(found.value)
+
+
+def test_what_was_decided_stands_in_the_journal_and_a_new_home_goes_on_from_it() -> None:
+    text = b"name: p\npolicies: [more-memory]\ntasks: {t: {command: 'true', needs: {memory: 1MiB}}}"
+    runs = [Run("w", read_document(text, {}), 0.0, b"h") for _ in range(2)]
+    for number in (1, 2):
+        ended = Outcome(AttemptKey("w", "t", number), "failed", "killed", cause="memory")
+        started = {"attempts": [("t", number, b"p", 1)], "placement": {}}
+        for one in runs:
+            one.apply("started", started, 0.0, 1)
+        again = runs[0].consider(ended)
+        assert again == Again(MIB * 2**number)
+        assert runs[0].consider(ended) is None, "each failure is told once"
+        body = {"outcomes": [(ended, b"p", "retrying")], "memory": {"t": again.memory_bytes}}
+        for one in runs:
+            one.apply("finished", body, 1.0, 1)
+    assert [one.needs("t").memory_bytes for one in runs] == [4 * MIB, 4 * MIB]
+
+
+def test_shipped_policies_are_described() -> None:
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
+    for name, rule in SHIPPED.items():
+        assert f"`{name}`" in text
+        assert " ".join(rule.split()) in " ".join(text.split())
+
+
+# --------------------------------------------------------------------------- live
+
+EATER = (
+    "import sys, time; kept = b'x' * (int(sys.argv[1]) << 20); time.sleep(1.0); "
+    "open('out', 'w').write(str(len(kept)))"
+)
+
+
+def test_a_task_that_needs_more_than_it_asked_for_is_rescued(
+    own_cluster: Callable[..., Cluster],
+) -> None:
+    """With nobody doing anything; and its history tells why."""
+    live = own_cluster(2)
+    workflow = live.client().submit(
+        {
+            "name": "hungry",
+            "policies": ["more-memory"],
+            "tasks": {
+                "eat": {
+                    "command": ["python3", "-c", EATER, "150"],
+                    "needs": {"memory": "64MiB"},
+                    "outputs": ["out"],
+                }
+            },
+        }
+    )
+    assert workflow.wait() == "succeeded"
+    view = workflow.task("eat")
+    story = [row["reason"] for row in view["history"]]
+    assert len(story) == 3
+    assert "64 MiB asked; by a policy it is tried again with 128 MiB" in story[0]
+    assert view["needs"]["memory_bytes"] == 256 * MIB
+
+
+def test_a_slow_task_is_run_a_second_time_and_the_first_result_wins(
+    own_cluster: Callable[..., Cluster],
+) -> None:
+    live = own_cluster(3)
+    slow = "[ $VALENCE_TASK = 't[5]' ] && mkdir {d}/first && exec sleep 60; sleep 0.3; echo ok > out.{i}"
+    script = slow.replace("{d}", str(live.home)).replace("{i}", "{item}")
+    workflow = live.client().submit(
+        {
+            "name": "straggler",
+            "policies": ["slow-twice"],
+            "tasks": {"t": {"foreach": 6, "command": script, "outputs": ["out.{item}"]}},
+        }
+    )
+    assert workflow.wait() == "succeeded"
+    view = workflow.task("t[5]")
+    assert [row["state"] for row in view["history"]] == ["lost", "ok"]
+    assert "by a policy it runs a second time" in view["history"][0]["reason"]
