@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 import msgpack
 
 from peer.link import Link
+from peer.policies import SHIPPED, Policies
 from peer.seal import Dropped, Seal
 from peer.work import read_document
 from protocols import messages
+from protocols.chemistry.notation import ChemistryError
 from protocols.codec import Kind, Malformed, decode, encode, pack_member
 from protocols.config import LAN
 from protocols.messages import (
@@ -101,11 +103,24 @@ def document(data: bytes) -> None:
     assert made
 
 
+def policy(data: bytes) -> None:
+    """A rule of a workflow: it is refused with its place, or acts within its bounds."""
+    text = data.decode("utf-8", "replace")
+    try:
+        policies = Policies((text,))
+    except ChemistryError:
+        return
+    for number in range(1, 4):
+        policies.ended("t", number, "memory", 2**20)
+        policies.slow("t", number, 4.0, 1.0)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "message": message,
     "datagram": datagram,
     "stream": stream,
     "document": document,
+    "policy": policy,
 }
 
 
@@ -146,7 +161,16 @@ _DOCUMENTS = (
 )
 
 
+_POLICIES = (
+    *SHIPPED.values(),
+    "replace-one <x::int, ?w>, A:b:(-1.5) by <?w, x * 2>, min(x, 3) if not (x > 1 or x = 0)",
+    'replace ENDED:t:n:"exit":75, BUDGET:k by system.again(t), BUDGET:(k - 1) if k > 0 // so',
+)
+
+
 def seeds(target: str) -> list[bytes]:
+    if target == "policy":
+        return [text.encode() for text in _POLICIES]
     if target == "document":
         return [text.encode() for text in _DOCUMENTS]
     found = [encode(Kind.REQUEST, 5, m) for m in _sample_messages()]

@@ -28,7 +28,7 @@ from protocols.chemistry.notation import ChemistryError, read_rule
 from protocols.chemistry.reactor import Reactor
 from workflow.quantities import show_bytes
 
-REACTIONS_MAX = 10_000  # after one event
+REACTIONS_MAX, STEPS_MAX = 1000, 20_000  # after one event: some ten milliseconds
 MEMORY_BYTES_MAX = 2**50
 CAUSES = ("memory", "timeout", "exit", "signal")
 
@@ -93,7 +93,7 @@ class Policies:
             return
         try:
             self._reactor.add(Compound(parts))
-            self._reactor.react(REACTIONS_MAX)
+            self._reactor.react(REACTIONS_MAX, STEPS_MAX)
         except ChemistryError as error:
             self.trouble = f"the policies of this workflow do not act any more: {error}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from hypothesis import given
@@ -175,19 +174,8 @@ def test_ten_thousand_integers_find_their_maximum_in_few_steps() -> None:
     values = list(range(10_000))
     random.Random(1).shuffle(values)
     reactor = Reactor([read_rule("replace x::int, y::int by x if x >= y"), *values])
-    steps = 0
-    search = reactor._try
-
-    def counted(*arguments: object) -> bool:
-        nonlocal steps
-        found = search(*arguments)  # type: ignore[arg-type]
-        steps += reactor._steps
-        return found
-
-    reactor._try = counted  # type: ignore[method-assign]
-    start = time.process_time()
     assert reactor.react() == 9_999
-    assert steps < 60_000, f"{time.process_time() - start:.1f} s"
+    assert reactor._steps < 60_000
 
 
 def test_joined_by_a_key_it_is_looked_up_not_tried() -> None:
@@ -197,9 +185,8 @@ def test_joined_by_a_key_it_is_looked_up_not_tried() -> None:
     reactor.react()
     for n in range(0, 2000, 2):
         reactor.add(read_molecule(f"DONE:{n}"))
-    reactor._steps = 0
     assert reactor.react() == 1000
-    assert reactor._steps < 10, "of the last search: by its key there is one"
+    assert reactor._steps < 12_000, "each with its parts: by its key there is one"
 
 
 # --------------------------------------------------------------------------- what goes wrong
@@ -258,6 +245,13 @@ def test_a_reaction_without_end_is_ended() -> None:
     reactor = Reactor([read_rule("replace x::int by x + 1"), 1])
     with pytest.raises(ChemistryError, match="not at rest after 1,000"):
         reactor.react(1000)
+
+
+def test_a_search_without_end_is_ended_too() -> None:
+    rule = read_rule("replace <a, b, c, d, e, f, ?w> by 1 if a + b + c + d + e + f > 1000")
+    reactor = Reactor([rule, Solution(tuple(range(40)))])
+    with pytest.raises(ChemistryError, match="looking at 5,000 molecules"):
+        reactor.react(steps_max=5000)
 
 
 def test_one_true_and_one_and_a_float_are_different_molecules() -> None:

@@ -11,7 +11,7 @@ from fuzz.__main__ import _ask_all
 from fuzz.targets import TARGETS, mutated, seeds
 
 #: the cheaper a target, the more of it
-COUNTS = {"message": 6000, "datagram": 3000, "stream": 800, "document": 1200}
+COUNTS = {"message": 6000, "datagram": 3000, "stream": 800, "document": 1200, "policy": 3000}
 
 
 @pytest.mark.parametrize("target", TARGETS)

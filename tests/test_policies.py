@@ -42,7 +42,11 @@ def test_a_rule_of_ones_own_with_a_memory_of_its_own() -> None:
     )
     policies = Policies(rules)
     assert policies.ended("first", 1, "exit", 75) is None  # it starts the budget
-    assert [policies.ended("t", n, "exit", 75) is not None for n in (1, 2, 3)] == [True, True, False]
+    assert [policies.ended("t", n, "exit", 75) is not None for n in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:

@@ -13,8 +13,8 @@ fits; what it is tried with is looked up by shape, by value, and by parts of com
 constant or bound already. What did not react then can only react with what comes later. The parts
 of a condition are looked at as soon as all they speak of is bound.
 
-Everything is bounded: molecules, reactions, and the steps of one search. A rule whose products
-can't be computed does not react, and `troubles` says so.
+Everything is bounded: molecules, reactions, and the molecules looked at on the way to rest. A rule
+whose products can't be computed does not react, and `troubles` says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .notation import ChemistryError, _inside, show
 
 MOLECULES_MAX = 100_000
 REACTIONS_MAX = 1_000_000
-STEPS_MAX = 1_000_000  # of one search
+STEPS_MAX = 2_000_000  # molecules looked at, until it is at rest
 TROUBLES_MAX = 20
 NESTED_MAX = 8
 
@@ -78,6 +78,7 @@ class Reactor:
         self._fresh: deque[int] = deque()
         self._next = 0
         self._steps = 0
+        self._steps_max = STEPS_MAX
         for molecule in molecules:
             self.add(molecule)
 
@@ -154,9 +155,10 @@ class Reactor:
 
     # ----------------------------------------------------------------- reacting
 
-    def react(self, most: int = REACTIONS_MAX) -> int:
+    def react(self, most: int = REACTIONS_MAX, steps_max: int = STEPS_MAX) -> int:
         """Until nothing more happens; how many reactions that were."""
         start = self.reactions
+        self._steps, self._steps_max = 0, steps_max
         while self._fresh:
             id = self._fresh.popleft()
             while id in self._floating and self._react_with(id):
@@ -181,7 +183,6 @@ class Reactor:
         return False
 
     def _try(self, rule_id: int, plan: _Plan, id: int | None, place: int) -> bool:
-        self._steps = 0
         order = [place, *(n for n in range(len(plan.shapes)) if n != place)]
         for captured, bound in self._search(rule_id, plan, order, {}, {}, id):
             try:
@@ -218,11 +219,7 @@ class Reactor:
         for id in candidates:  # nothing is taken out before the search is over
             if id in captured.values() or id == rule_id:
                 continue
-            self._steps += 1
-            if self._steps > STEPS_MAX:
-                self._trouble(f"{plan.rule.name or show(plan.rule)}: too many ways to try")
-                return
-            for more in _match(pattern, self._floating[id], bound):
+            for more in self._match(pattern, self._floating[id], bound):
                 if self._holds(plan, bound, more):
                     yield from self._search(
                         rule_id, plan, order[1:], {**captured, place: id}, more, None
@@ -265,6 +262,60 @@ class Reactor:
                 index.setdefault(typed(molecule.parts[part]), {})[id] = None
         return index
 
+    def _match(self, pattern: Term, molecule: Molecule, bound: Bindings) -> Iterator[Bindings]:
+        """Every way in which it matches; mostly there is one or none."""
+        self._steps += 1
+        if self._steps > self._steps_max:
+            raise ChemistryError(
+                f"it is not at rest after looking at {self._steps_max:,} molecules"
+            )
+        if isinstance(pattern, Variable):
+            if pattern.name in bound:
+                if typed(bound[pattern.name]) == typed(molecule):
+                    yield bound
+            elif not pattern.type or _is_a(molecule, pattern.type):
+                yield {**bound, pattern.name: molecule}
+        elif isinstance(pattern, Compound):
+            if isinstance(molecule, Compound) and len(molecule.parts) == len(pattern.parts):
+                yield from self._match_all(pattern.parts, molecule.parts, bound)
+        elif isinstance(pattern, Solution):
+            if isinstance(molecule, Solution):
+                yield from self._match_solution(pattern.molecules, molecule.molecules, bound)
+        elif typed(pattern) == typed(molecule):  # type: ignore[arg-type]
+            yield bound
+
+    def _match_all(
+        self, patterns: tuple[Term, ...], parts: tuple[Molecule, ...], bound: Bindings
+    ) -> Iterator[Bindings]:
+        if not patterns:
+            yield bound
+            return
+        for more in self._match(patterns[0], parts[0], bound):
+            yield from self._match_all(patterns[1:], parts[1:], more)
+
+    def _match_solution(
+        self, patterns: tuple[Term, ...], molecules: tuple[Molecule, ...], bound: Bindings
+    ) -> Iterator[Bindings]:
+        """Each pattern with a molecule of its own; the rest is `?w`, or there is none."""
+        rest = next((p for p in patterns if isinstance(p, Rest)), None)
+        single = tuple(p for p in patterns if not isinstance(p, Rest))
+        if len(single) > len(molecules) or (rest is None and len(single) < len(molecules)):
+            return
+        if single:
+            tried: set[tuple[str, Molecule]] = set()
+            for index, molecule in enumerate(molecules):
+                if typed(molecule) in tried:
+                    continue
+                tried.add(typed(molecule))
+                left = molecules[:index] + molecules[index + 1 :]
+                remaining = tuple(p for p in patterns if p is not single[0])
+                for more in self._match(single[0], molecule, bound):
+                    yield from self._match_solution(remaining, left, more)
+        elif rest is not None:
+            yield from self._match(Variable(rest.name), Solution(molecules), bound)
+        else:
+            yield bound
+
     def _trouble(self, *texts: str) -> None:
         for text in texts:
             if text not in self.troubles and len(self.troubles) < TROUBLES_MAX:
@@ -305,58 +356,6 @@ def _filled(term: Term, bound: Bindings) -> Molecule | None:
     if isinstance(term, bool | int | float | str | Symbol | Rule):
         return term
     return None
-
-
-def _match(pattern: Term, molecule: Molecule, bound: Bindings) -> Iterator[Bindings]:
-    """Every way in which it matches; mostly there is one or none."""
-    if isinstance(pattern, Variable):
-        if pattern.name in bound:
-            if typed(bound[pattern.name]) == typed(molecule):
-                yield bound
-        elif not pattern.type or _is_a(molecule, pattern.type):
-            yield {**bound, pattern.name: molecule}
-    elif isinstance(pattern, Compound):
-        if isinstance(molecule, Compound) and len(molecule.parts) == len(pattern.parts):
-            yield from _match_all(pattern.parts, molecule.parts, bound)
-    elif isinstance(pattern, Solution):
-        if isinstance(molecule, Solution):
-            yield from _match_solution(pattern.molecules, molecule.molecules, bound)
-    elif typed(pattern) == typed(molecule):  # type: ignore[arg-type]
-        yield bound
-
-
-def _match_all(
-    patterns: tuple[Term, ...], parts: tuple[Molecule, ...], bound: Bindings
-) -> Iterator[Bindings]:
-    if not patterns:
-        yield bound
-        return
-    for more in _match(patterns[0], parts[0], bound):
-        yield from _match_all(patterns[1:], parts[1:], more)
-
-
-def _match_solution(
-    patterns: tuple[Term, ...], molecules: tuple[Molecule, ...], bound: Bindings
-) -> Iterator[Bindings]:
-    """Each pattern with a molecule of its own; the rest is `?w`, or there is none."""
-    rest = next((p for p in patterns if isinstance(p, Rest)), None)
-    single = tuple(p for p in patterns if not isinstance(p, Rest))
-    if len(single) > len(molecules) or (rest is None and len(single) < len(molecules)):
-        return
-    if single:
-        tried: set[tuple[str, Molecule]] = set()
-        for index, molecule in enumerate(molecules):
-            if typed(molecule) in tried:
-                continue
-            tried.add(typed(molecule))
-            left = molecules[:index] + molecules[index + 1 :]
-            remaining = tuple(p for p in patterns if p is not single[0])
-            for more in _match(single[0], molecule, bound):
-                yield from _match_solution(remaining, left, more)
-    elif rest is not None:
-        yield from _match(Variable(rest.name), Solution(molecules), bound)
-    else:
-        yield bound
 
 
 def _is_a(molecule: Molecule, kind: str) -> bool:
