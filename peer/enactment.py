@@ -68,6 +68,7 @@ class Enactment:
             database=database,
             clock=clock,
             lease_ttl_s=config.lease_ttl_s,
+            gang_check_s=config.gang_check_s,
         )
         shelf = Shelf(database, clock)
         self.keeping = Keeping(rpc, members, shelf, clock, rng, config)
@@ -126,6 +127,7 @@ class Enactment:
         return [
             ("probe", self.probe.run()),
             ("gangs", self.gangs.run()),
+            ("ganged", self.executor.watch_gangs()),
             ("claims", self.tickets.run()),
             ("cells", self.owner.run()),
             ("booth", self.booth.run()),

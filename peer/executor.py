@@ -49,8 +49,10 @@ from protocols.messages import (
     Reserve,
     ReturnLeases,
     Room,
+    StillWanted,
     Ticket,
     Vacancy,
+    Wanted,
     Work,
 )
 from protocols.rpc import CallFailed, Rpc
@@ -73,6 +75,7 @@ GATHER_S = 0.01
 GATHER_MAX = 100
 DELETE_S = 1.0
 EPOCHS_MAX = 10_000
+STILL_WANTED_MAX = 500
 #: what nobody has known anything of for so long is not reported any more
 UNKNOWN_S_MAX = 600.0
 
@@ -130,6 +133,7 @@ class Executor:
         database: Database,
         clock: Callable[[], float],
         lease_ttl_s: float,
+        gang_check_s: float,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
@@ -146,6 +150,8 @@ class Executor:
         self._database = database
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
+        self._gang_check_s = gang_check_s
+        self._ganged = asyncio.Event()
         self._held: dict[AttemptKey, _Held] = {}
         self._outbox: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()  # of each workflow's home, as heard
@@ -229,6 +235,8 @@ class Executor:
                 refused.append((key, verdict))
                 continue
             self._held[key] = _Held(work, sender.id, self._clock(), "queued")
+            if work.gang:
+                self._ganged.set()
             if verdict == "run":
                 self._start(key)
         self.counts["works"] += len(message.works)
@@ -242,6 +250,39 @@ class Executor:
             return held.work.epoch
         kept = self._outbox.get(home, {}).get(key)
         return kept[0].epoch if kept is not None else None
+
+    async def watch_gangs(self) -> None:
+        """Ask whether attempts of gangs are still wanted: whatever went wrong, the others may have
+        been given up, and this one would wait for them for ever."""
+        while True:
+            await self._ganged.wait()
+            await asyncio.sleep(self._gang_check_s)
+            held = [h for h in self._held.values() if h.work.gang and h.state == "running"]
+            if not held:
+                self._ganged.clear()
+            homes: dict[bytes, list[_Held]] = {}
+            for one in held:
+                homes.setdefault(one.home, []).append(one)
+            for home, some in homes.items():
+                await self._ask_wanted(home, some[:STILL_WANTED_MAX])
+
+    async def _ask_wanted(self, home: bytes, some: list[_Held]) -> None:
+        contact = self._members.contact(home)
+        message = StillWanted(attempts=tuple((h.work.key, h.work.epoch) for h in some))
+        try:
+            if contact is None or not self._members.is_here(home):
+                raise CallFailed("it is gone")
+            answer = await self._rpc.call(contact, message, Wanted)
+        except CallFailed:
+            answer = Wanted(unknown=tuple(h.work.key for h in some))
+        for one in some:
+            if self._held.get(one.work.key) is not one:
+                continue
+            if one.work.key in answer.unwanted and one.state == "running":
+                self.counts["orphans_ended"] += 1
+                self._end(one)
+            elif one.work.key in answer.unknown:
+                one.home = await self.find_home(one.work.key.workflow) or one.home
 
     def _heed(self, home: bytes, workflow: str, epoch: int) -> bool:
         """Is this its home? If it is a new one, all that is here of the workflow is for it."""

@@ -20,7 +20,7 @@ class Mending:
     """What is to be written, and done, so that a gang is of one mind."""
 
     lost: list[tuple[str, int, str, str, bool]] = field(default_factory=list)
-    reopened: list[tuple[str, str]] = field(default_factory=list)
+    reopened: list[tuple[str, str]] = field(default_factory=list)  # their failures still count
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)  # waiting for peers: they are to wait again
     running: list[tuple[str, int, bytes]] = field(default_factory=list)  # attempts to be ended

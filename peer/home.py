@@ -39,12 +39,16 @@ from protocols.messages import (
     Contact,
     Done,
     File,
+    Inquire,
+    Inquired,
     Member,
     Outcome,
     Report,
     Reported,
     ReturnLeases,
+    StillWanted,
     Vacancy,
+    Wanted,
     Work,
 )
 from protocols.records import Records, key_of
@@ -83,6 +87,8 @@ KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
 FENCED_S = 2.0  # between two looks for another home
 SLOW_CHECK_S = 1.0
+JUDGE_S = 2.0
+REASON_MAX = 2000
 
 FindTwin = Callable[[str, int, int], Awaitable[bytes | None]]
 
@@ -129,6 +135,7 @@ class Home:
         self._watchful = asyncio.Event()
         self._published_at = 0.0
         rpc.on(Report, self._report)
+        rpc.on(StillWanted, self._still_wanted)
         rpc.on(Vacancy, self._vacancy)
         members.listen(self._member_changed, at_stake=self._active)
 
@@ -270,6 +277,8 @@ class Home:
         ]
         if gone:
             self._write(run, "unstaged", {"files": gone})
+            for gang in run.gangs:
+                self._mend(run, gang)
             self._bring_inputs(run)
         return bool(gone)
 
@@ -416,10 +425,14 @@ class Home:
         if run.over or run.cancelling or not self.given.settled:
             return
         units, gangs = [], []
+        seen: set[tuple[str, ...]] = set()
         deadline = self._deadline(run)
         for task in run.ready() if among is None else among:
             gang = run.workflow.tasks[task.id].gang
+            if gang in seen:
+                continue
             if gang:
+                seen.add(gang)
                 self._mend(run, gang)
             tied = [run.tasks[name] for name in gang] or [task]
             if not all(run.is_ready(t) and self._inputs_held(run, t) for t in tied):
@@ -446,13 +459,17 @@ class Home:
         if found.lost:
             self._write(run, "lost", {"attempts": found.lost})
         if found.reopened:
-            self._write(run, "reopened", {"tasks": found.reopened})
-        if found.unplaced or found.skipped:
-            self._withdraw(run, [_key(run, n, run.tasks[n].number + 1) for n in gang])
-            for name in found.unplaced:
-                run.unplace(run.tasks[name])
+            self._write(run, "reopened", {"tasks": found.reopened, "gang": True})
+        for name in found.unplaced:
+            run.unplace(run.tasks[name])
+        if not any(run.tasks[name].state == "pending" for name in gang):
+            self._withdraw_gang(run, gang)
         for name, number, peer in found.running:
             self._abort_at(run, peer, [_key(run, name, number)])
+
+    def _withdraw_gang(self, run: Run, gang: tuple[str, ...]) -> None:
+        keys = [_key(run, name, run.tasks[name].number + 1) for name in gang]
+        self._strategies[Gangs.name].withdraw(keys)
 
     def _mend_those(self, run: Run, names: Iterable[str]) -> None:
         tasks = run.workflow.tasks
@@ -675,7 +692,7 @@ class Home:
     def _work(self, run: Run, one: Placed) -> Work:
         work = make_work(run, one, self.estimate(one.unit), self.held_too)
         if one.unit.gang:
-            work = work._replace(env=(*work.env, *self._company(run, one.unit)))
+            work = work._replace(env=(*work.env, *self._company(run, one.unit)), gang=True)
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
 
@@ -717,7 +734,11 @@ class Home:
         for id, outcomes in by_run.items():
             run = self._active.get(id)
             if run is not None:
-                self._take(run, sender.id, [e for e in outcomes if e.key.task in run.tasks])
+                known = [e for e in outcomes if e.key.task in run.tasks]
+                if run.gangs:
+                    known = await asyncio.gather(*(self._judged(run, e) for e in known))
+                if self._active.get(id) is run:
+                    self._take(run, sender.id, known)
         for strategy in self._strategies.values():
             strategy.vacancy(sender.id, message.free)
         counted = await asyncio.gather(*map(self._counts_now, by_run))
@@ -728,6 +749,24 @@ class Home:
             for ended in outcomes
         ]
         return Reported(kept=tuple(kept), unknown=tuple(unknown), moved=tuple(moved.items()))
+
+    def _still_wanted(self, sender: Contact, message: StillWanted) -> Wanted:
+        unwanted: list[AttemptKey] = []
+        unknown: list[AttemptKey] = []
+        for key, epoch in message.attempts:
+            run = self._active.get(key.workflow)
+            if run is None:
+                (unwanted if self.knows(key.workflow) else unknown).append(key)
+                continue
+            task = run.tasks.get(key.task)
+            attempt = task.attempt(key.number) if task is not None else None
+            if (
+                attempt is None
+                or attempt.state != "running"
+                or (attempt.peer, attempt.epoch) != (sender.id, epoch)
+            ):
+                unwanted.append(key)
+        return Wanted(unwanted=tuple(unwanted), unknown=tuple(unknown))
 
     async def _counts_now(self, id: str) -> bool:
         """All that was written of it so far counts; False if that can't be said soon."""
@@ -747,8 +786,42 @@ class Home:
         self._heard_of(me, ended)
         run = self._active.get(id)
         if run is not None and ended.key.task in run.tasks:
-            self._take(run, me, [ended])
+            if ended.kind == "failed" and run.workflow.tasks[ended.key.task].gang:
+                self._spawn(self._take_judged(run, ended))
+            else:
+                self._take(run, me, [ended])
         return run is not None or self.knows(id)
+
+    async def _take_judged(self, run: Run, ended: Outcome) -> None:
+        judged = await self._judged(run, ended)
+        if self._active.get(run.id) is run:
+            self._take(run, self._rpc.me.id, [judged])
+
+    async def _judged(self, run: Run, ended: Outcome) -> Outcome:
+        """One of a gang that failed, perhaps only because another was lost with its peer: those
+        are asked first. A lost peer is no failure of the task."""
+        gang = run.workflow.tasks[ended.key.task].gang
+        if ended.kind != "failed" or not gang:
+            return ended
+        others = [run.tasks[name] for name in gang if name != ended.key.task]
+        running = [(t.id, a) for t in others if (a := t.attempt(t.number)) and a.state == "running"]
+        asks = (self._runs_there(_key(run, name, a.number), a.peer, run) for name, a in running)
+        for (name, _), there in zip(running, await asyncio.gather(*asks), strict=True):
+            if not there:
+                reason = f"{ended.reason}; {name} is lost with its peer, and all begin anew"
+                return ended._replace(kind="returned", reason=reason[:REASON_MAX])
+        return ended
+
+    async def _runs_there(self, key: AttemptKey, peer: bytes, run: Run) -> bool:
+        contact = self._members.contact(peer)
+        message = Inquire(keys=(key,), epochs=((run.id, run.epoch),))
+        try:
+            if contact is None or not self._members.is_here(peer):
+                return False
+            answer = await self._rpc.call(contact, message, Inquired, JUDGE_S)
+        except CallFailed:
+            return False
+        return answer.states != ("unknown",)
 
     def _heard_of(self, peer: bytes, ended: Outcome) -> None:
         """It need not be asked about any more; unless this is of an attempt that has its number by
@@ -801,7 +874,7 @@ class Home:
             again = run.consider(ended)
             if again is not None:
                 verdict = "retrying"
-                ended = ended._replace(reason=f"{ended.reason}; {again.why}")
+                ended = ended._replace(reason=f"{ended.reason}; {again.why}"[:REASON_MAX])
                 if again.memory_bytes:
                     memory[task.id] = again.memory_bytes
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
@@ -916,6 +989,8 @@ class Home:
             return
         state, reason = found
         self._write(run, "ended", {"state": state, "reason": reason})
+        for gang in run.gangs:
+            self._withdraw_gang(run, gang)
         self._active.pop(run.id, None)
         self._remember(run)
         _, staging = self._stages.pop(run.id, (None, None))
@@ -1123,6 +1198,7 @@ def _gang(parts: list[Unit]) -> Unit:
     """Units that are to run at once, as one."""
     return replace(
         parts[0],
+        needs=max((part.needs for part in parts), key=lambda n: n.capacity.memory_bytes),
         avoid=frozenset().union(*(part.avoid for part in parts)),
         near=frozenset().union(*(part.near for part in parts)),
         gang=tuple(part.key for part in parts),

@@ -31,6 +31,21 @@ def waiting_for(run: Run, task: TaskState, journal: Journal, strategy: Strategy)
 
 
 def _inputs(run: Run, task: TaskState) -> str:
+    reasons = _missing(run, task)
+    for other in run.workflow.tasks[task.id].gang if not reasons else ():
+        reasons = [
+            f"{other}, which runs at once with it: {r}" for r in _missing(run, run.tasks[other])
+        ]
+        if reasons:
+            break
+    if not reasons:
+        return "what it takes is there, and is being agreed on by the journal's keepers"
+    shown = "; ".join(reasons[:NAMED_MAX])
+    more = len(reasons) - NAMED_MAX
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _missing(run: Run, task: TaskState) -> list[str]:
     spec = run.workflow.tasks[task.id]
     reasons = [f"input {n}: {run.unstaged[n]}" for n in spec.inputs if n in run.unstaged]
     makers = {run.workflow.producers.get(n): n for n in spec.inputs}
@@ -40,8 +55,4 @@ def _inputs(run: Run, task: TaskState) -> str:
             made = makers.get(parent)
             what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
             reasons.append(f"{what} ({above.state})")
-    if not reasons:
-        return "what it takes is there, and is being agreed on by the journal's keepers"
-    shown = "; ".join(reasons[:NAMED_MAX])
-    more = len(reasons) - NAMED_MAX
-    return f"{shown}; and {more} more" if more > 0 else shown
+    return reasons

@@ -103,6 +103,7 @@ class Run:
         self.children = workflow.children()
         self.ranks = upward_ranks(workflow, self.children)
         self.final_files = frozenset(workflow.final_files())
+        self.gangs = tuple(dict.fromkeys(t.gang for t in workflow.tasks.values() if t.gang))
         self.taken = frozenset(  # calls whose value another task takes
             name
             for task in workflow.tasks.values()
@@ -231,7 +232,10 @@ class Run:
         for name, reason in body["tasks"]:
             task = self.tasks[name]
             task.won, task.holder, task.reason = None, b"", reason
-            task.failures = 0
+            if not body.get(
+                "gang"
+            ):  # else another of its gang has failed, and `retries` bound both
+                task.failures = 0
             self._set(task, "waiting")
             for child in self.children[name]:
                 self.tasks[child].missing += 1

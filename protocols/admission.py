@@ -52,6 +52,7 @@ class _Gang:
     tag: GangTag
     expires_at: float
     lease: int = 0  # 0: none yet
+    robbed: int = 0  # the lease that an older gang has taken from it
 
     @property
     def key(self) -> GangKey:
@@ -147,10 +148,11 @@ class Admission:
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
         gang = self._gangs.pop((home, tag.id), None)
         if gang is None:
-            if len(self._gangs) >= self._config.gangs_max:
-                return Grant(refusal="busy: too many tasks that need several peers at once")
             gang = _Gang(home, room, tag, 0.0)
+            if len(self._gangs) >= self._config.gangs_max and not self._displaces(gang):
+                return Grant(refusal="busy: too many tasks that need several peers at once")
         gang.expires_at = now + self._config.lease_ttl_s
+        gang.room = room
         if gang.lease:  # it lives on, and is the last to expire again
             lease = self._leases.pop(gang.lease)
             lease.expires_at = gang.expires_at
@@ -168,6 +170,11 @@ class Admission:
         if not room.hold:
             self._wish(home, now)
         return Grant(refusal=busy, held=room.hold)
+
+    def _displaces(self, gang: _Gang) -> bool:
+        """An older one is never kept out by younger ones: the youngest of all goes."""
+        youngest = max(self._gangs.values(), key=lambda g: g.order)
+        return youngest.order > gang.order and self._disband(youngest.key)
 
     def _fits(self, gang: _Gang) -> bool:
         """Now. What is queued was promised to be soon, and goes first."""
@@ -201,7 +208,10 @@ class Admission:
             free = plus(free, younger.room.needs.capacity)
             if slots(free, gang.room.needs.capacity):
                 for loser in having[:count]:
+                    loser.robbed = loser.lease
                     self._drop(loser.lease)
+                    if not loser.room.hold:
+                        self._disband(loser.key)
                 return
 
     def meet_gangs(self, now: float) -> list[bytes]:
@@ -265,6 +275,8 @@ class Admission:
         self.expire(now)
         lease = self._leases.get(lease_id)
         if lease is None or lease.home != home:
+            for key in [k for k, g in self._gangs.items() if k[0] == home and g.robbed == lease_id]:
+                self._disband(key)  # its home took it for granted, and gathers anew
             return "the lease has expired"
         if unit in self._running or unit in self._queued:
             return "it is here already"
@@ -338,7 +350,9 @@ class Admission:
     def give_back(self, home: bytes, leases: tuple[int, ...], gangs: tuple[int, ...] = ()) -> None:
         for lease_id in leases:
             lease = self._leases.get(lease_id)
-            if lease is not None and lease.home == home:
+            if lease is None or lease.home != home:
+                continue
+            if lease.gang is None or not self._disband(lease.gang):
                 self._drop(lease_id)
         for id in gangs:
             self._disband((home, id))

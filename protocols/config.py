@@ -115,7 +115,9 @@ class Config:
 
     # --- gangs: see strategies/gangs
     gang_hold_after_s: float = 3.0  # one that waited so long has peers keep room for it
-    gang_renew_s: float = 1.0  # of a lease's time: three chances before it expires
+    gang_renew_s: float = 1.0  # of a lease's time: a few chances before it expires
+    gang_misses_max: int = 3  # renewals without an answer before another peer is taken
+    gang_check_s: float = 15.0  # between two questions of an executing peer: is it still wanted?
     gangs_max: int = 64  # at one peer
     gangs_at_once: int = 16  # that one home gathers peers for
     gang_asked_max: int = 200  # peers, in one try
@@ -155,5 +157,6 @@ WAN = Config(
     suspicion_s=6.0,
     probe_answer_s=1.5,
     lease_ttl_s=15.0,
+    gang_renew_s=3.0,
 )
 PRESETS = {"lan": LAN, "wan": WAN}

@@ -186,6 +186,7 @@ class Work(NamedTuple):
     runtime_s: Seconds | None = None
     network: bool = False  # wanted, where a sandbox would keep it from that
     epoch: Natural = 0  # of the home that gives it
+    gang: bool = False  # others run at the same time, at other peers
 
 
 class Outcome(NamedTuple):
@@ -703,6 +704,22 @@ class Redeemed(Message):
 
     offered: tuple[Natural, ...]
     ticket: Ticket
+
+
+@numbered(57, repeatable=True)
+class StillWanted(Message):
+    """From an executing peer to a home: attempts of gangs, which might wait for others that never
+    come; and the epochs in which they were given."""
+
+    attempts: Annotated[tuple[tuple[AttemptKey, Natural], ...], Field(max_length=1000)]
+
+
+@numbered(58)
+class Wanted(Message):
+    """`unwanted` may be ended; of `unknown` this peer is not the home."""
+
+    unwanted: tuple[AttemptKey, ...] = ()
+    unknown: tuple[AttemptKey, ...] = ()
 
 
 @numbered(56)

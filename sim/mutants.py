@@ -15,6 +15,7 @@ from typing import Any
 import peer.home
 import protocols.keeping.election
 import protocols.keeping.replica
+from peer.gang import Mending
 from peer.home import Home
 from peer.journal import Journal
 from peer.run import Run
@@ -281,3 +282,23 @@ def any_lease_is_good_enough() -> list[Patch]:
         return found
 
     return [(Admission, "commit", lax)]
+
+
+@mutant
+def a_gang_goes_on_without_one() -> list[Patch]:
+    return [(peer.home, "mend", lambda run, gang: Mending())]
+
+
+@mutant
+def a_result_of_an_earlier_round_counts() -> list[Patch]:
+    """As for a task that runs alone: any result of any attempt."""
+    take = Home._take
+
+    def lax(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
+        for ended in outcomes:
+            attempt = run.tasks[ended.key.task].attempt(ended.key.number)
+            if attempt is not None and attempt.state == "lost" and ended.kind == "ok":
+                attempt.state = "running"
+        take(self, run, peer, outcomes)
+
+    return [(Home, "_take", lax)]

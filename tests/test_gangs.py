@@ -52,6 +52,16 @@ def test_a_task_for_several_peers_is_a_task_for_each_of_them() -> None:
     assert found.tasks["sweep[x,rank=1]"].gang == ("sweep[x,rank=0]", "sweep[x,rank=1]")
 
 
+def test_edges_between_gangs_are_counted_before_they_are_made() -> None:
+    text = (
+        "name: e\ntasks:\n"
+        "  a: {foreach: 256, command: 'true'}\n"
+        "  g: {foreach: 60, peers: 256, command: 'true', after: ['a[{rank}]']}\n"
+    )
+    with pytest.raises(DocumentError, match="more than 2,000,000 edges"):
+        document.parse(text)
+
+
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
@@ -128,6 +138,35 @@ def test_a_home_that_dies_or_wants_nothing_more_keeps_nobody_waiting() -> None:
     assert len(admission.reserve(b"x", Room(ONE, 1), 0.1).leases) == 1
 
 
+def test_the_oldest_is_never_kept_out_by_a_crowd_of_younger_ones() -> None:
+    admission = door()
+    busy(admission)
+    for n in range(LAN.gangs_max):
+        assert admission.reserve(b"b", room(n, since=100.0 + n), 0.1).held
+    assert not admission.reserve(b"c", room(1, since=500.0), 0.2).held, "the youngest is refused"
+    assert admission.reserve(b"a", room(1, since=1.0), 0.3).held
+    admission.release("single 1")
+    assert admission.meet_gangs(0.4) == [b"a"]
+    assert len(admission._gangs) == LAN.gangs_max
+
+
+def test_a_gang_that_gives_its_lease_back_keeps_nobody_waiting() -> None:
+    admission = door()
+    lease = admission.reserve(b"a", room(1, 0.0), 0.0).leases[0]
+    admission.give_back(b"a", (lease,))
+    assert len(admission.reserve(b"x", Room(ONE, 1), 0.1).leases) == 1
+
+
+def test_one_that_was_robbed_and_took_its_lease_for_granted_goes() -> None:
+    admission = door()
+    robbed = admission.reserve(b"b", room(7, since=20.0), 0.0).leases[0]
+    lease = admission.reserve(b"a", room(9, since=10.0), 0.1).leases[0]
+    assert admission.commit(b"b", robbed, "rank 0", 0.2) == "the lease has expired"
+    assert admission.commit(b"a", lease, "rank 1", 0.3) == "run"
+    admission.release("rank 1")
+    assert admission.meet_gangs(0.4) == [], "its home gathers anew, under another number"
+
+
 @given(st.data())
 def test_whatever_gangs_do_nothing_is_booked_twice(data: st.DataObject) -> None:
     admission = door(cores=3)
@@ -175,6 +214,14 @@ def states(*found: str) -> tuple[Run, tuple[str, ...]]:
     for task, state in zip(gang, found, strict=True):
         whole._set(whole.tasks[task], state)
     return whole, gang
+
+
+def test_ranks_that_fail_in_turns_use_up_their_retries() -> None:
+    whole, gang = states("succeeded", "retrying")
+    for task in gang:
+        whole.tasks[task].failures = 1
+    whole.apply("reopened", {"tasks": mend(whole, gang).reopened, "gang": True}, 1.0, 1)
+    assert [whole.tasks[task].failures for task in gang] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -303,6 +350,66 @@ def test_if_one_dies_all_begin_anew_and_only_results_of_one_round_count() -> Non
         assert "lost" in {task.attempts[0].state for task in ranks}
         assert len({task.attempts[-1].at for task in ranks}) == 1
         assert whole.tasks["after"].number == 1
+
+    run(scene())
+
+
+def test_a_gang_does_not_wait_for_one_long_task_when_others_are_free() -> None:
+    async def scene() -> None:
+        peers = await hosts(4)
+        long = [await submit(host, {"long": {"command": ["work", "30"]}}) for host in peers]
+        end = asyncio.get_running_loop().time() + 8.0
+        gang = await submit(peers[0], {"gang": {"peers": 2, "command": ["work", "0.1"]}})
+        await until(lambda: asyncio.get_running_loop().time() > end)  # it holds by now
+        for host, id in zip(peers[1:3], long[1:3], strict=True):
+            await host.do(host.enactment.gateway.ask("", id, "cancel"), 5.0)
+        assert await until(lambda: state(peers[0], gang) == "succeeded") < 10.0
+
+    run(scene())
+
+
+def test_a_rank_whose_gang_was_given_up_does_not_run_for_ever() -> None:
+    """Cut off, given up and healed: nothing tells it so, but it asks."""
+
+    async def scene() -> None:
+        peers = await hosts(5)
+        network = peers[0]._network
+        id = await submit(peers[0], {"gang": {"peers": 2, "command": ["work", "500"]}})
+        whole = peers[0].enactment.home.get(id)
+        assert whole is not None
+        ranks = list(whole.tasks.values())
+        await until(lambda: all(task.state == "running" for task in ranks))
+        first = {task.attempts[0].peer for task in ranks}
+        cut = next(host for host in peers[1:] if host.id in first)
+        network.cut.add(cut.id)
+        await until(lambda: all(task.number == 2 and task.state == "running" for task in ranks))
+        assert cut.workshop.running
+        second = {task.attempts[-1].peer for task in ranks}
+        assert cut.id not in second
+        network.cut.discard(cut.id)
+        await until(lambda: not cut.workshop.running, 120.0)
+        assert all(task.number == 2 and task.state == "running" for task in ranks)
+
+    run(scene())
+
+
+def test_a_rank_that_fails_because_another_was_lost_costs_no_retry() -> None:
+    async def scene() -> None:
+        peers = await hosts(4)
+        network = peers[0]._network
+        id = await submit(peers[0], {"gang": {"peers": 2, "command": ["work", "2"]}})
+        whole = peers[0].enactment.home.get(id)
+        assert whole is not None
+        ranks = list(whole.tasks.values())
+        await until(lambda: all(task.state == "running" for task in ranks))
+        hit, lost = sorted(ranks, key=lambda task: task.attempts[0].peer != peers[0].id)
+        found = {host.id: host for host in peers}
+        found[hit.attempts[0].peer].workshop.failing = 1.0  # as by a broken connection
+        network.cut.add(lost.attempts[0].peer)
+        await until(lambda: hit.number == 2, 60.0)
+        found[hit.attempts[0].peer].workshop.failing = 0.0
+        assert hit.failures == 0
+        await until(lambda: whole.state == "succeeded", 60.0)
 
     run(scene())
 

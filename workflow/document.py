@@ -336,6 +336,7 @@ class _Reader:
         gangs = {task.gang for task in self.tasks.values() if task.gang}
         for gang in gangs:
             above = dict.fromkeys(p for task in gang for p in self.parents[task])
+            self._count_edges(len(above) * len(gang) - sum(len(self.parents[t]) for t in gang))
             for task in gang:
                 inner = next((p for p in self.parents[task] if p in gang), None)
                 if inner is not None:
@@ -348,10 +349,14 @@ class _Reader:
         for task, parents in self.parents.items():
             if any(self.tasks[p].gang for p in parents):
                 wide = dict.fromkeys(m for p in parents for m in self.tasks[p].gang or (p,))
-                self.edges += len(wide) - len(parents)
+                self._count_edges(len(wide) - len(parents))
                 self.parents[task] = tuple(wide)
+
+    def _count_edges(self, more: int, path: Path = ()) -> None:
+        self.edges += more
         if self.edges > EDGES_MAX:
-            self.problems.add((), f"more than {EDGES_MAX:,} edges between tasks and files")
+            self.problems.add(path, f"more than {EDGES_MAX:,} edges between tasks and files")
+            self.problems.check()
 
     def _resolve(self, task: Task) -> None:
         """Files, results and `after` of one task → its parents."""
@@ -391,10 +396,7 @@ class _Reader:
                 )
             else:
                 parents.update(dict.fromkeys(listed))
-        self.edges += len(parents) + len(files)
-        if self.edges > EDGES_MAX:
-            self.problems.add(path, f"more than {EDGES_MAX:,} edges between tasks and files")
-            self.problems.check()
+        self._count_edges(len(parents) + len(files), path)
         if found or tuple(files) != task.inputs:
             self.tasks[task.id] = _replace(task, inputs=tuple(files), references=found)
         self.parents[task.id] = tuple(parents)

@@ -10,13 +10,15 @@ only the peers' own doors see the claims of all of them. Rules:
   `admission`). The order is the same at every peer. So of all gangs that hold there is an oldest;
   nobody takes anything from it, nothing new begins where it waits, and it gets what it waits for.
   No circle of gangs that wait for each other can last, and none starves.
-- A peer that dies, leaves or refuses to hold is replaced by another.
+- A peer that dies, leaves, refuses to hold or does not answer for a while is replaced by another;
+  so is one that has no room yet when another one has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +37,7 @@ from ..messages import (
     ReturnLeases,
     Room,
 )
-from ..rpc import CallFailed, Rpc
+from ..rpc import CallFailed, Refused, Rpc
 from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
 
 #: beyond as many as are needed, of those asked at a time: some will be busy
@@ -51,6 +53,7 @@ class _Gang:
     wait_s: float
     leases: dict[bytes, int] = field(default_factory=dict)
     holding: list[bytes] = field(default_factory=list)  # where it waits, or has a lease
+    missed: Counter[bytes] = field(default_factory=Counter)  # renewals in a row, unanswered
     reason: str = "peers are about to be asked"
 
     @property
@@ -111,16 +114,20 @@ class Gangs:
         return None if gang is None else gang.reason
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
-        for gang in self._gangs.values():
-            if peer in gang.holding and peer not in gang.leases:
-                gang.next_at = 0.0
-                self._wake.set()
+        if free.millicores > 0:
+            self._soon(g for g in self._gangs.values() if peer in g.holding)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        soon = self._now() + self._config.probe_backoff_s_min  # changes come in crowds
-        for gang in self._gangs.values():
-            gang.next_at = min(gang.next_at, soon)
-        self._wake.set()
+        came = new.state == State.ALIVE and (old is None or old.state != State.ALIVE)
+        peer = new.contact.id
+        self._soon(g for g in self._gangs.values() if came or peer in g.holding)
+
+    def _soon(self, gangs: Iterable[_Gang]) -> None:
+        at = self._now() + self._config.probe_backoff_s_min  # such news comes in crowds
+        for gang in gangs:
+            if at < gang.next_at:
+                gang.next_at = at
+                self._wake.set()
 
     async def run(self) -> None:
         while True:
@@ -133,14 +140,18 @@ class Gangs:
             self._wake.clear()
             now = self._now()
             due = sorted((g for g in self._gangs.values() if g.next_at <= now), key=lambda g: g.tag)
-            await asyncio.gather(*map(self._gather, due[: self._config.gangs_at_once]))
+            due = due[: self._config.gangs_at_once]
+            here = [m for m in self._members.here() if m.state == State.ALIVE] if due else []
+            fits = {
+                needs: [m for m in here if not unmet(m.capacity, m.traits, needs)]
+                for needs in {gang.unit.needs for gang in due}
+            }
+            await asyncio.gather(*(self._gather(g, here, fits[g.unit.needs]) for g in due))
 
     # ----------------------------------------------------------------- gathering
 
-    async def _gather(self, gang: _Gang) -> None:
+    async def _gather(self, gang: _Gang, here: list[Member], matching: list[Member]) -> None:
         config, now = self._config, self._now()
-        here = [m for m in self._members.here() if m.state == State.ALIVE]
-        matching = [m for m in here if not unmet(m.capacity, m.traits, gang.unit.needs)]
         wanted = [m for m in matching if m.contact.id not in gang.unit.avoid]
         wanted = wanted if len(wanted) >= gang.size else matching
         if len(matching) < gang.size:
@@ -187,12 +198,16 @@ class Gangs:
         left = [peer for peer in contacts if peer not in gang.holding]
         missing = gang.size - len(gang.holding)
         gang.holding += self._rng.sample(left, min(len(left), max(0, missing)))
-        asks = [self._ask(gang, contacts[peer], hold=True) for peer in gang.holding]
+        asked = list(gang.holding)
+        asks = [self._ask(gang, contacts[peer], hold=True) for peer in asked]
         kept = await asyncio.gather(*asks)
         if gang.tag.id not in self._gangs:
             return  # withdrawn meanwhile, and given back
-        refused = {p for p, is_kept in zip(list(gang.holding), kept, strict=True) if not is_kept}
+        refused = {p for p, is_kept in zip(asked, kept, strict=True) if not is_kept}
         self._give_back(gang, refused)
+        await self._swap(gang, [c for p, c in contacts.items() if p not in gang.holding])
+        if gang.tag.id not in self._gangs:
+            return
         ready = len(gang.leases)
         gang.reason = (
             f"needs {gang.size} peers at once: {len(wanted)} match, {len(gang.holding)} keep room "
@@ -200,6 +215,22 @@ class Gangs:
         )
         now = self._now()
         gang.next_at = now + (0.1 if refused else self._config.gang_renew_s)
+
+    async def _swap(self, gang: _Gang, others: list[Contact]) -> None:
+        """Where it waits for long, another may have room by now: a few are asked each time."""
+        waiting = [peer for peer in gang.holding if peer not in gang.leases]
+        if not waiting or not others:
+            return
+        some = self._rng.sample(others, min(len(others), len(waiting) + SPARE))
+        found = await asyncio.gather(*(self._ask(gang, contact, hold=False) for contact in some))
+        if gang.tag.id not in self._gangs:
+            return
+        for contact, has_room in zip(some, found, strict=True):
+            if has_room and waiting:
+                self._give_back(gang, [waiting.pop()])
+                gang.holding.append(contact.id)
+            elif has_room:
+                self._give_back(gang, [contact.id])
 
     async def _ask(self, gang: _Gang, contact: Contact, hold: bool) -> bool:
         """True if that peer has room for it, or keeps what comes free."""
@@ -210,7 +241,13 @@ class Gangs:
             limit_s = self._config.probe_answer_s if not hold else self._config.gang_renew_s
             answer = await self._rpc.call(contact, Reserve.of((room,)), Offers, limit_s)
             grant = answer.grants[0] if answer.grants else Grant()
+            gang.missed.pop(contact.id, None)
+        except Refused:
+            grant = Grant()
         except CallFailed:
+            gang.missed[contact.id] += hold
+            if hold and gang.missed[contact.id] < self._config.gang_misses_max:
+                return True  # what it keeps for us expires later
             grant = Grant()  # should it have said yes, it is told that nothing is wanted
         if gang.tag.id not in self._gangs:
             self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
@@ -226,8 +263,10 @@ class Gangs:
     def _place(self, gang: _Gang, matching: int) -> None:
         known = self._members.get
         peers = [m for peer in gang.leases if (m := known(peer)) is not None]
-        if len(peers) < gang.size:
-            return  # one was forgotten just now
+        if len(peers) < gang.size:  # one was forgotten just now
+            self._give_back(gang, [p for p in gang.leases if known(p) is None])
+            self._later(gang)
+            return
         self._remove(gang)
         peers.sort(key=lambda m: (m.contact.id not in gang.unit.near, -m.traits.speed))
         chosen, unused = peers[: gang.size], {m.contact.id for m in peers[gang.size :]}
