@@ -283,7 +283,7 @@ class Answers:
             {
                 **self._row(task),
                 "template": spec.template,
-                "command": list(spec.command) if spec.command else None,
+                "command": list(command) if (command := run.spec(spec.id).command) else None,
                 "call": spec.call,
                 "needs": {k: v for k, v in needs.items() if v},
                 "parents": list(run.workflow.parents[task.id]),

@@ -845,6 +845,7 @@ class Home:
         rows = []
         changed: list[TaskState] = []
         memory: dict[str, int] = {}
+        instead: list[str] = []
         rivals: set[str] = set()
         seen: set[str] = set()
         for ended in outcomes:
@@ -877,6 +878,8 @@ class Home:
                 ended = ended._replace(reason=f"{ended.reason}; {again.why}"[:REASON_MAX])
                 if again.memory_bytes:
                     memory[task.id] = again.memory_bytes
+                if again.instead:
+                    instead.append(task.id)
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
             rows.append((ended, peer, verdict))
@@ -887,7 +890,9 @@ class Home:
         wins = [
             (task, ended) for (ended, _, v), task in zip(rows, changed, strict=True) if v == WON
         ]
-        body = {"outcomes": rows, "memory": memory} if memory else {"outcomes": rows}
+        body: dict[str, Any] = {"outcomes": rows}
+        if memory or instead:
+            body |= {"memory": memory, "instead": instead}
         self._write(run, "finished", body, then=lambda: self._go_on(run, body, wins, rivals))
         for (_, _, verdict), task in zip(rows, changed, strict=True):
             self.counts[f"tasks_{verdict}"] += 1

@@ -10,6 +10,8 @@ happened, lets it react, and does what the rules ask for:
                                         "other" (0)
     SLOW:task:attempts:seconds:typical  it runs for `seconds`, its like took `typical`; said at
                                         two, four, eight … times that
+    FAILED:task:left                    it has failed for good, and has `left` alternatives
+    system.instead(task)                go on with the next of its alternatives
     system.again(task)                  try it again, however often it has failed
     system.again(task, bytes)           and give it so much memory
     system.twice(task)                  run it a second time beside the first; the first result
@@ -37,6 +39,7 @@ SHIPPED = {
         'replace ENDED:task:failures:"memory":asked by system.again(task, 2 * asked) '
         "if failures <= 3"
     ),
+    "alternatives": "replace FAILED:task:left by system.instead(task) if left > 0",
     "slow-twice": (
         "replace SLOW:task:attempts:seconds:typical by system.twice(task) "
         "if attempts = 1 and seconds >= 3 * typical"
@@ -46,12 +49,15 @@ SHIPPED = {
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A task is to be tried again, perhaps with more memory."""
+    """A task is to be tried again, perhaps with more memory, or in another way."""
 
     memory_bytes: int = 0
+    instead: bool = False
 
     @property
     def why(self) -> str:
+        if self.instead:
+            return "by a policy it is done in another way"
         more = f" with {show_bytes(self.memory_bytes)} of memory" if self.memory_bytes else ""
         return f"by a policy it is tried again{more}"
 
@@ -81,6 +87,12 @@ class Policies:
             if call.arguments[:1] == (task,):
                 found = Again(_bytes(call.arguments[1:]))
         return found
+
+    def failed(self, task: str, left: int) -> Again | None:
+        """For good, unless it is done in another way."""
+        self._happened(Symbol("FAILED"), task, left)
+        asked = [call.arguments for call in self._reactor.take("system.instead")]
+        return Again(instead=True) if (task,) in asked and left > 0 else None
 
     def slow(self, task: str, attempts: int, seconds: float, typical_s: float) -> bool:
         """True: it is to be run a second time."""

@@ -123,6 +123,7 @@ class Run:
         self.cancelling = ""
         self.policies = Policies(workflow.policies) if workflow.policies else None
         self.memory_bytes: dict[str, int] = {}  # what a policy gives a task, in place of its need
+        self.ways: Counter[str] = Counter()  # which of its alternatives a task is at
         self._considered: set[tuple[str, int]] = set()
 
     # ----------------------------------------------------------------- the journal
@@ -186,7 +187,6 @@ class Run:
                 self._set(task, "running")
 
     def _on_finished(self, body: dict[str, Any], at: float) -> None:
-        self.memory_bytes.update(body.get("memory", ()))
         for row, peer, verdict in body["outcomes"]:
             ended = row if isinstance(row, Outcome) else read_outcome(row)
             self.consider(ended)
@@ -208,6 +208,12 @@ class Run:
             else:
                 task.failures += 1
                 self._set(task, verdict)
+        self.memory_bytes.update(body.get("memory", ()))
+        for name in body.get("instead", ()):
+            for one in self.workflow.tasks[name].gang or (name,):  # at once in the same way
+                self.ways[one] += 1
+                self.memory_bytes.pop(one, None)
+                self.tasks[one].failures = 0
 
     def _on_lost(self, body: dict[str, Any], at: float) -> None:
         for name, number, reason, verdict, begun in body["attempts"]:
@@ -325,17 +331,34 @@ class Run:
         spec = self.workflow.tasks[ended.key.task]
         values = {
             "memory": self.needs(ended.key.task).memory_bytes,
-            "timeout": int(spec.timeout_s or 0),
+            "timeout": int(self.spec(spec.id).timeout_s or 0),
             "exit": ended.exit_code or 0,
             "signal": -(ended.exit_code or 0),
         }
-        return self.policies.ended(
-            ended.key.task, failures, ended.cause, values.get(ended.cause, 0)
+        value = values.get(ended.cause, 0)
+        again = self.policies.ended(ended.key.task, failures, ended.cause, value)
+        if again is None and self.verdict(ended) == "failed":
+            left = len(spec.alternatives) - self.ways[spec.id]
+            again = self.policies.failed(spec.id, left)
+        return again
+
+    def spec(self, task: str) -> Task:
+        """As its document says, or one of its alternatives."""
+        found, way = self.workflow.tasks[task], self.ways.get(task, 0)
+        if not way:
+            return found
+        other = found.alternatives[way - 1]
+        return replace(
+            found,
+            command=other.command,
+            env=other.env,
+            needs=other.needs,
+            timeout_s=other.timeout_s,
         )
 
     def needs(self, task: str) -> Needs:
         """As its document says, or as a policy has made of it."""
-        found = self.workflow.tasks[task].needs
+        found = self.spec(task).needs
         more = self.memory_bytes.get(task)
         return found if more is None else replace(found, memory_bytes=more)
 

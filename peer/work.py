@@ -67,7 +67,7 @@ def make_work(
     """A task as it is sent to the peer that runs it; `LookupError` if something it takes is gone.
 
     `held_too` adds the holders that its home knows of."""
-    spec = run.workflow.tasks[one.unit.key.task]
+    spec = run.spec(one.unit.key.task)
     return Work(
         key=one.unit.key,
         lease=one.lease,

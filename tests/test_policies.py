@@ -59,7 +59,10 @@ def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
-        ("more-memry", "no policy is called 'more-memry'; there are: more-memory, slow-twice"),
+        (
+            "more-memry",
+            "no policy is called 'more-memry'; there are: more-memory, alternatives, slow-twice",
+        ),
         ("replace x by y", "line 1, column 9: y stands for nothing"),
         ("replace x by open(x) if", "line 1, column 24: a molecule is expected"),
     ],
@@ -100,6 +103,48 @@ def test_shipped_policies_are_described() -> None:
         assert " ".join(rule.split()) in " ".join(text.split())
 
 
+def test_an_alternative_has_its_own_needs_and_its_own_retries() -> None:
+    text = b"""
+name: p
+policies: [alternatives]
+tasks:
+  t:
+    foreach: [a]
+    command: "fast {item}"
+    needs: {gpus: 1}
+    retries: 1
+    alternatives: [{command: "slow {item}", needs: {cpus: 2}}, {command: "last"}]
+"""
+    whole = Run("w", read_document(text, {}), 0.0, b"h")
+    commands, verdicts = [], []
+    for number in range(1, 7):
+        commands.append(whole.spec("t[a]").command)
+        started = {"attempts": [("t[a]", number, b"p", 1)], "placement": {}}
+        whole.apply("started", started, 0.0, 1)
+        ended = Outcome(AttemptKey("w", "t[a]", number), "failed", "exit code 1", 1, cause="exit")
+        verdict, again = whole.verdict(ended), whole.consider(ended)
+        body = {"outcomes": [(ended, b"p", "retrying" if again else verdict)]}
+        body |= {"instead": ["t[a]"]} if again is not None and again.instead else {}
+        whole.apply("finished", body, 1.0, 1)
+        verdicts.append(whole.tasks["t[a]"].state)
+    assert [words[-1] for words in commands if words] == [
+        "fast a", "fast a", "slow a", "slow a", "last", "last",
+    ]  # fmt: skip
+    assert verdicts == [*["retrying"] * 5, "failed"]
+    assert whole.spec("t[a]").needs.gpus == 1, "what an alternative does not say, the task does"
+
+
+def test_only_commands_have_alternatives_and_theirs_are_checked() -> None:
+    for task, place in (
+        ("call: 'm:f', alternatives: [{command: x}]", "/tasks/t/alternatives/0"),
+        ("command: x, alternatives: [{command: []}]", "/tasks/t/alternatives/0/command"),
+        ("command: x, alternatives: [{command: y, env: {VALENCE_X: '1'}}]", "env/VALENCE_X"),
+        ("command: x, alternatives: [{comand: y}]", "/tasks/t/alternatives/0"),
+    ):
+        with pytest.raises(DocumentError, match=place):
+            read_document(f"name: p\ntasks: {{t: {{{task}}}}}".encode(), {})
+
+
 # --------------------------------------------------------------------------- live
 
 EATER = (
@@ -132,6 +177,24 @@ def test_a_task_that_needs_more_than_it_asked_for_is_rescued(
     assert len(story) == 3
     assert "64 MiB asked; by a policy it is tried again with 128 MiB" in story[0]
     assert view["needs"]["memory_bytes"] == 256 * MIB
+
+
+def test_a_branch_that_fails_is_done_in_another_way(own_cluster: Callable[..., Cluster]) -> None:
+    live = own_cluster(2)
+    first = {
+        "command": "exit 3",
+        "outputs": ["hits"],
+        "alternatives": [{"command": "echo rough > hits"}],
+    }
+    last = {"command": "cat hits > out", "inputs": ["hits"], "outputs": ["out"]}
+    workflow = live.client().submit(
+        {"name": "a", "policies": ["alternatives"], "tasks": {"align": first, "report": last}}
+    )
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("out") == b"rough\n"
+    story = workflow.task("align")["history"]
+    assert story[0]["reason"] == "exit code 3; by a policy it is done in another way"
+    assert workflow.task("align")["command"][-1] == "echo rough > hits"
 
 
 def test_a_slow_task_is_run_a_second_time_and_the_first_result_wins(

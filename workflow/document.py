@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from . import names, plan, quantities, tree
 from .foreach import Substitution, items, references
-from .model import STRATEGIES, Needs, Reference, Source, Task, Workflow
+from .model import STRATEGIES, Alternative, Needs, Reference, Source, Task, Workflow
 from .problems import Path, Problems
 from .schema import (
     COMMAND_BYTES_MAX,
@@ -71,6 +71,8 @@ def _needs(found: NeedsDocument) -> Needs:
 def _fixed_bytes(found: TaskDocument) -> int:
     """Of each task of a template, besides its command."""
     env = sum(len(k) + len(v) for k, v in found.env.items())
+    for other in found.alternatives:
+        env += sum(map(len, other.command)) + sum(len(k) + len(v) for k, v in other.env.items())
     return 200 + env + 8 * (len(found.args) + len(found.kwargs))
 
 
@@ -233,6 +235,12 @@ class _Reader:
 
     def _check_template(self, found: TaskDocument, path: Path) -> None:
         problems = self.problems
+        for index, other in enumerate(found.alternatives):
+            place = (*path, "alternatives", index)
+            if found.command is None:
+                problems.add(place, "only a command has alternatives")
+            self._check_command(other.command, (*place, "command"))
+            self._check_environment(other.env, (*place, "env"))
         if found.peers > 1 and found.command is None:
             problems.add((*path, "peers"), "only a command can run at several peers at once")
         if found.peers > 1 and isinstance(found.foreach, dict) and "rank" in found.foreach:
@@ -240,10 +248,7 @@ class _Reader:
         if (found.command is None) == (found.call is None):
             problems.add(path, "a task has either a command or a call")
         if found.command is not None:
-            if not found.command or not found.command[0]:
-                problems.add((*path, "command"), "a command has at least the program's name")
-            if sum(len(word.encode()) + 1 for word in found.command) > COMMAND_BYTES_MAX:
-                problems.add((*path, "command"), f"at most {COMMAND_BYTES_MAX:,} bytes")
+            self._check_command(found.command, (*path, "command"))
             for key in ("args", "kwargs"):
                 if getattr(found, key):
                     problems.add((*path, key), "only a call has arguments of this kind")
@@ -254,10 +259,7 @@ class _Reader:
             trouble = names.call_problem(found.call)
             if trouble:
                 problems.add((*path, "call"), trouble)
-        for variable in found.env:
-            trouble = names.environment_problem(variable)
-            if trouble:
-                problems.add((*path, "env", variable), trouble)
+        self._check_environment(found.env, (*path, "env"))
         for key in ("labels", "software"):
             for index, label in enumerate(getattr(found.needs, key)):
                 trouble = names.label_problem(label)
@@ -265,6 +267,18 @@ class _Reader:
                     problems.add((*path, "needs", key, index), trouble)
         if found.timeout == 0:
             problems.add((*path, "timeout"), "a time-out is longer than nothing")
+
+    def _check_command(self, command: list[str], path: Path) -> None:
+        if not command or not command[0]:
+            self.problems.add(path, "a command has at least the program's name")
+        if sum(len(word.encode()) + 1 for word in command) > COMMAND_BYTES_MAX:
+            self.problems.add(path, f"at most {COMMAND_BYTES_MAX:,} bytes")
+
+    def _check_environment(self, env: dict[str, str], path: Path) -> None:
+        for variable in env:
+            trouble = names.environment_problem(variable)
+            if trouble:
+                self.problems.add((*path, variable), trouble)
 
     def _add(
         self,
@@ -328,6 +342,15 @@ class _Reader:
             timeout_s=found.timeout,
             retries=found.retries,
             network=found.network,
+            alternatives=tuple(
+                Alternative(
+                    sub.texts(other.command),
+                    {k: sub.text(v) for k, v in (other.env or found.env).items()},
+                    needs if other.needs is None else _needs(other.needs),
+                    found.timeout if other.timeout is None else other.timeout,
+                )
+                for other in found.alternatives
+            ),
             gang=gang,
         )
 

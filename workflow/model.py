@@ -46,6 +46,16 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to do a task's work."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    needs: Needs
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     id: str
     template: str
@@ -63,6 +73,7 @@ class Task:
     timeout_s: float | None = None
     retries: int = 0
     network: bool = False
+    alternatives: tuple[Alternative, ...] = ()
     gang: tuple[str, ...] = ()  # tasks that run at different peers at once, by rank; itself too
 
 

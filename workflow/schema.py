@@ -92,6 +92,17 @@ class NeedsDocument(_Strict):
     software: list[Label] = Field(default_factory=list, max_length=32)
 
 
+class AlternativeDocument(_Strict):
+    """Another way to make the same outputs from the same inputs."""
+
+    command: Annotated[list[str], BeforeValidator(_words)] = Field(max_length=10_000)
+    env: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
+        default_factory=dict, max_length=1000
+    )
+    needs: NeedsDocument | None = Field(default=None, description="In place of the task's own.")
+    timeout: Duration | None = None
+
+
 class TaskDocument(_Strict):
     """One task, or with `foreach` one for each item."""
 
@@ -124,6 +135,12 @@ class TaskDocument(_Strict):
     runtime: Duration | None = Field(default=None, description="An estimate, on a peer of speed 1.")
     timeout: Duration | None = None
     retries: int = Field(default=0, ge=0, le=100)
+    alternatives: list[AlternativeDocument] = Field(
+        default_factory=list,
+        max_length=10,
+        description="Other commands, one after the other, should it fail for good and a policy "
+        "ask for that (`alternatives`).",
+    )
     network: bool = Field(
         default=False, description="It needs the network, where tasks run in a sandbox without."
     )
@@ -141,7 +158,7 @@ class WorkflowDocument(_Strict):
     policies: list[str] = Field(
         default_factory=list,
         max_length=50,
-        description="What to do when something happens: `more-memory`, `slow-twice`, or a rule.",
+        description="What to do when something happens: the names of shipped ones, or rules.",
     )
     inputs: dict[str, InputDocument] = Field(default_factory=dict, max_length=100_000)
     tasks: dict[str, TaskDocument] = Field(min_length=1, max_length=TASKS_MAX)

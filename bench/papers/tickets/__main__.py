@@ -144,7 +144,28 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
     say.say("the paper: 3.62 hops with 100; Valence's peers know up to 5,000 others: 1 hop")
 
 
-def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> list[Path]:
+#: figure → what it shows, its label, whether its scale is logarithmic, and the modes in it
+COORDINATED = ("tickets", "centralised", *(f"interval {s:g} s" for s in INTERVALS_S))
+FIGURES: dict[str, tuple[str, str, bool, tuple[str, ...]]] = {
+    "10a-delay": ("delay_s", "coordination delay, s", True, COORDINATED),
+    "10b-response": ("response_s", "response time, s", True, COORDINATED),
+    "10c-makespan": ("makespan_s", "makespan, s", True, COORDINATED),
+    "10d-notifications": ("notifications", "notifications a task", False, COORDINATED),
+    "11b-claims": ("claims", "claims", False, COORDINATED),
+    "11c-tickets": ("tickets", "tickets", False, COORDINATED),
+    "11d-messages": ("messages_per_task", "messages a task", False, COORDINATED),
+    "12a-waiting": ("waiting_s", "waiting, s", True, ("tickets", *NON_COOPERATIVE)),
+    "12b-makespan": ("makespan_s", "makespan, s", True, ("tickets", *NON_COOPERATIVE)),
+    "14-makespan": ("makespan_s", "makespan, s", False, ("tickets", "centralised")),
+}
+
+
+def draw(
+    found: dict[int, dict[str, dict[str, float]]],
+    measured: dict[int, dict[str, list[Result]]],
+    ways: dict[int, Any],
+    out: Path,
+) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
@@ -155,19 +176,16 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> list[Path]
 
     out.mkdir(parents=True, exist_ok=True)
     made = []
-    figures = {
-        "10a-delay": ("delay_s", "coordination delay, s", True),
-        "10c-makespan": ("makespan_s", "makespan, s", True),
-        "10d-notifications": ("notifications", "notifications a task", False),
-        "11c-tickets": ("tickets", "tickets", False),
-        "11d-messages": ("messages_per_task", "messages a task", False),
-        "12a-waiting": ("waiting_s", "waiting, s", True),
-    }
-    for name, (key, label, log) in figures.items():
+
+    def save(figure: Any, name: str) -> None:
+        figure.tight_layout()
+        made.append(out / f"{name}.png")
+        figure.savefig(made[-1], dpi=110)
+        pyplot.close(figure)
+
+    for name, (key, label, log, modes) in FIGURES.items():
         figure, axes = pyplot.subplots(figsize=(6, 4))
-        for mode in next(iter(found.values())):
-            if mode in NON_COOPERATIVE and key in ("notifications", "tickets", "delay_s"):
-                continue
+        for mode in modes:
             axes.plot(list(found), [row[mode][key] for row in found.values()], "o-", label=mode)
         axes.set(xlabel="tasks in a workflow", ylabel=label)
         if log:
@@ -176,10 +194,21 @@ def draw(found: dict[int, dict[str, dict[str, float]]], out: Path) -> list[Path]
             axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
-        figure.tight_layout()
-        made.append(out / f"{name}.png")
-        figure.savefig(made[-1], dpi=110)
-        pyplot.close(figure)
+        save(figure, name)
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(list(ways), [depth for depth, _ in ways.values()], "o-", label="by lookups")
+    axes.plot([100], [3.62], "x", label="the paper")
+    axes.set(xlabel="peers", ylabel="hops to a cell's owner", xscale="log", ylim=(0, 4))
+    axes.legend(fontsize=8)
+    save(figure, "11a-hops")
+    largest = max(measured)
+    figure, rows = pyplot.subplots(2, 1, figsize=(6, 6), sharex=True)
+    for axes, mode in zip(rows, ("tickets", "non-cooperative"), strict=True):
+        values = [min(60.0, v) for result in measured[largest][mode] for v in result.per_processor]
+        axes.hist(values, bins=30, range=(0, 60))
+        axes.set(title=f"{mode}, {largest} tasks", ylabel="sites")
+    rows[-1].set(xlabel="tasks per processor (60: or more)")
+    save(figure, "13-spread")
     return made
 
 
@@ -202,7 +231,7 @@ def main() -> int:
         print(json.dumps({"experiments": found, "hops": ways}, indent=2))
     else:
         show(found, ways, Display())
-    for path in draw(found, options.out):
+    for path in draw(found, measured, ways, options.out):
         print(path, file=sys.stderr)
     return 0
 
