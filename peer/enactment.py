@@ -105,7 +105,7 @@ class Enactment:
         self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
         self.executor.take_own = self.home.take_own
         self.executor.find_home = locate.home
-        self.home.find_twin = locate.twin
+        self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_doubt = liveness.suspect
@@ -132,7 +132,7 @@ class Enactment:
             ("cells", self.owner.run()),
             ("booth", self.booth.run()),
             ("given", self.home.given.watch()),
-            ("slow", self.home.watch_slow()),
+            ("slow", self.home.slow.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),

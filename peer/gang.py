@@ -1,4 +1,4 @@
-"""A gang's tasks run at once, at different peers: all of them, or none. Pure.
+"""A gang's tasks run at once, at different peers: all of them, or none.
 
 Rules, kept by looking at the states of the whole gang whenever one of them has changed:
 - If one is to be tried again, all are: what still runs is given up, what has succeeded counts no
@@ -6,13 +6,24 @@ Rules, kept by looking at the states of the whole gang whenever one of them has 
 - If one has failed for good, those that have not ended will never be of use.
 - A result counts only for an attempt that was not given up; so all results of a gang are of
   attempts that were begun together.
+- One that fails may have failed because another was lost with its peer: those are asked first. A
+  lost peer is no failure of the task.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
+from protocols.members import Members
+from protocols.messages import AttemptKey, Inquire, Inquired, Outcome
+from protocols.rpc import CallFailed, Rpc
+from protocols.strategy import Unit
+
 from .run import FINAL, Run
+
+JUDGE_S = 2.0
+REASON_MAX = 2000
 
 
 @dataclass(slots=True)
@@ -52,3 +63,46 @@ def mend(run: Run, gang: tuple[str, ...]) -> Mending:
 
 def _running(run: Run, task: str) -> list[tuple[str, int, bytes]]:
     return [(task, a.number, a.peer) for a in run.tasks[task].attempts if a.state == "running"]
+
+
+class Company:
+    """Of those that run at once: what one is told of the others, and whether they are there."""
+
+    def __init__(self, rpc: Rpc, members: Members) -> None:
+        self._rpc = rpc
+        self._members = members
+
+    def environment(self, run: Run, unit: Unit) -> list[tuple[str, str]]:
+        attempts = [run.tasks[key.task].attempt(key.number) for key in unit.gang]
+        contacts = [self._members.contact(a.peer) if a is not None else None for a in attempts]
+        return [
+            ("VALENCE_RANK", str(unit.gang.index(unit.key))),
+            ("VALENCE_PEERS", str(len(unit.gang))),
+            ("VALENCE_HOSTS", ",".join(c.host if c is not None else "" for c in contacts)),
+        ]
+
+    async def judged(self, run: Run, ended: Outcome) -> Outcome:
+        """As it is, or handed back, if another was lost."""
+        gang = run.workflow.tasks[ended.key.task].gang
+        if ended.kind != "failed" or not gang:
+            return ended
+        others = [run.tasks[name] for name in gang if name != ended.key.task]
+        running = [(t.id, a) for t in others if (a := t.attempt(t.number)) and a.state == "running"]
+        keys = [AttemptKey(run.id, name, a.number) for name, a in running]
+        asks = (self._runs_there(k, a.peer, run) for k, (_, a) in zip(keys, running, strict=True))
+        for (name, _), there in zip(running, await asyncio.gather(*asks), strict=True):
+            if not there:
+                reason = f"{ended.reason}; {name} is lost with its peer, and all begin anew"
+                return ended._replace(kind="returned", reason=reason[:REASON_MAX])
+        return ended
+
+    async def _runs_there(self, key: AttemptKey, peer: bytes, run: Run) -> bool:
+        contact = self._members.contact(peer)
+        message = Inquire(keys=(key,), epochs=((run.id, run.epoch),))
+        try:
+            if contact is None or not self._members.is_here(peer):
+                return False
+            answer = await self._rpc.call(contact, message, Inquired, JUDGE_S)
+        except CallFailed:
+            return False
+        return answer.states != ("unknown",)

@@ -17,11 +17,10 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,16 +30,10 @@ from protocols.keeping.replica import shown
 from protocols.members import Members, State
 from protocols.messages import (
     CHECKED_WORK,
-    Abort,
     AttemptKey,
     Capacity,
-    Commit,
-    Committed,
     Contact,
-    Done,
     File,
-    Inquire,
-    Inquired,
     Member,
     Outcome,
     Report,
@@ -59,19 +52,20 @@ from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
 from .database import DatabaseError
-from .gang import mend
+from .dispatch import Dispatch
+from .gang import REASON_MAX, Company, mend
 from .given import Given
 from .journal import Journal
-from .reasons import FENCED, waiting_for
+from .reasons import waiting_for
 from .run import FINAL, Run, TaskState
+from .slow import Slow
 from .stage import Stage
 from .transfer import Transfer
-from .work import deadline_at, make_work, read_document, size_bytes, wire_needs
+from .twins import Twins
+from .work import deadline_at, make_work, read_document, wire_needs
 
 log = logging.getLogger("valence.home")
 
-COMMIT_WORKS_MAX = 500
-COMMIT_BYTES_MAX = 512 * 1024
 RUNS_REMEMBERED = 1000
 ENDED_TASKS_MAX = 100_000  # of all that are remembered: the others are read from the journal
 ACTIVE_MAX = 1000
@@ -85,16 +79,6 @@ CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
-FENCED_S = 2.0  # between two looks for another home
-SLOW_CHECK_S = 1.0
-JUDGE_S = 2.0
-REASON_MAX = 2000
-
-FindTwin = Callable[[str, int, int], Awaitable[bytes | None]]
-
-
-async def _nobody(workflow: str, birth: int, epoch: int) -> bytes | None:
-    return None
 
 
 class Home:
@@ -114,6 +98,13 @@ class Home:
         self.journal = journal
         self.closed = False  # this peer is leaving
         self.given = Given(rpc, members, journal.keeping.epoch, self._lost)
+        self.twins = Twins(journal.keeping, self._is_mine, self._cancel)
+        self.slow = Slow(self.active, clock, self._begin_beside)
+        self._company = Company(rpc, members)
+        self._dispatch = Dispatch(rpc, self.given, journal.kept, self._make_work, self._wanted)
+        self._dispatch.on_refused = partial(self._lost, begun=False)
+        self._dispatch.on_too_large = self._too_large
+        self._dispatch.on_fenced = self._fenced
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -130,9 +121,6 @@ class Home:
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
         self._unpublished: set[str] = set()
-        self._fenced: set[str] = set()  # workflows another home of which was heard of just now
-        self.find_twin: FindTwin = _nobody
-        self._watchful = asyncio.Event()
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(StillWanted, self._still_wanted)
@@ -296,8 +284,7 @@ class Home:
         if len(self._unpublished) == 1:
             now = asyncio.get_running_loop().time()
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
-        if run.policies is not None and run.policies.wants_slow:
-            self._watchful.set()
+        self.slow.begun(run)
         self._bring_inputs(run)
         self._place_ready(run)
         self._conclude(run)
@@ -563,53 +550,15 @@ class Home:
             me = self._rpc.me.id
             away = [one for one in rows if one.peer.id != me]
             if len(away) < len(rows):
-                self._start_here(run, [one for one in rows if one.peer.id == me])
+                self._dispatch.here(run, [one for one in rows if one.peer.id == me])
             if away:
                 self.given.on_the_way.update(one.unit.key for one in away)
-                self._spawn(self._dispatch(run, away))
+                self._spawn(self._dispatch.away(run, away))
 
     def _is_pending(self, key: AttemptKey) -> bool:
         run = self._active.get(key.workflow)
         task = run.tasks.get(key.task) if run else None
         return task is not None and task.state == "pending" and key.number > task.number
-
-    def _start_here(self, run: Run, rows: list[Placed]) -> None:
-        """By this very peer: nothing of it outlives a crash, so it waits for no disk."""
-        works = [work for one in rows if (work := self._make_work(run, one)) is not None]
-        if len(works) < len(rows):
-            wanted = {work.lease for work in works}
-            unused = tuple(one.lease for one in rows if one.lease not in wanted)
-            self._rpc.tell(self._rpc.me, ReturnLeases(leases=unused))
-        answer = self._rpc.ask_self(Commit.of(tuple(works)), Committed)
-        refused = [(w.key, "refused") for w in works] if answer is None else answer.refused
-        if refused:
-            why = "the peer refused it: "
-            self._lost([(key, why + text) for key, text in refused], begun=False)
-            self._was_fenced(run, [text for _, text in refused])
-
-    async def _dispatch(self, run: Run, rows: list[Placed]) -> None:
-        try:
-            await self.journal.kept(run.id)
-            await self._send(run, rows)
-        except Deposed:
-            for one in rows:
-                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
-        finally:
-            self.given.on_the_way.difference_update(one.unit.key for one in rows)
-
-    async def _send(self, run: Run, rows: list[Placed]) -> None:
-        works: dict[bytes, tuple[Contact, list[Work]]] = {}
-        for one in rows:
-            work = self._make_work(run, one)
-            if work is None:
-                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
-            else:
-                works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
-        if len(works) == 1:
-            for peer, found in works.values():
-                await self._commit(run, peer, found)
-        else:
-            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
 
     def _make_work(self, run: Run, one: Placed) -> Work | None:
         """None if it is not wanted any more, or can't be put into a message."""
@@ -626,85 +575,30 @@ class Home:
             self._conclude(run)
         return None
 
+    def _too_large(self, run: Run, tasks: list[str], reason: str) -> None:
+        for task in tasks:
+            self._fail(run, task, reason)
+        self._conclude(run)
+
+    def _fenced(self, run: Run) -> None:
+        self._spawn(self.twins.look(run))
+
+    def _is_mine(self, run: Run) -> bool:
+        return self._active.get(run.id) is run
+
     def _wanted(self, run: Run, key: AttemptKey) -> bool:
         task = run.tasks[key.task]
         attempt = task.attempt(key.number)
         alive = attempt is not None and attempt.state == "running"
-        mine = self._active.get(run.id) is run
-        return mine and alive and task.state not in FINAL and not run.over
-
-    async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
-        start = 0
-        while start < len(works):
-            end, size = start, 0
-            while end < len(works) and end - start < COMMIT_WORKS_MAX:
-                size += size_bytes(works[end])
-                if end > start and size > COMMIT_BYTES_MAX:
-                    break
-                end += 1
-            batch = works[start:end]
-            start = end
-            try:
-                answer = await self._rpc.call(peer, Commit.of(tuple(batch)), Committed)
-            except Refused as error:
-                if error.code == "size":
-                    for work in batch:
-                        self._fail(run, work.key.task, f"it is too large to be sent: {error.text}")
-                    self._conclude(run)
-                else:
-                    why = f"the peer refused it: {error}"
-                    self._lost([(work.key, why) for work in batch], begun=False)
-            except CallFailed:
-                self.given.doubt(peer.id)  # it may have got it or not
-            else:
-                refused = [(k, f"the peer refused it: {why}") for k, why in answer.refused]
-                if refused:
-                    self._lost(refused, begun=False)
-                    self._was_fenced(run, [why for _, why in answer.refused])
-                late = [w.key for w in batch if not self._wanted(run, w.key)]
-                if late:  # cancelled, or done elsewhere, while this was on its way
-                    self._abort_at(run, peer.id, late)
-
-    def _was_fenced(self, run: Run, refusals: list[str]) -> None:
-        """Another home of that name is heard of. If this one is deposed, it will hear so; but one
-        Idempotency-Key submitted at two peers that did not hear of each other made two of it."""
-        if FENCED in refusals and run.id not in self._fenced and self._active.get(run.id) is run:
-            self._fenced.add(run.id)
-            self._spawn(self._make_way(run))
-
-    async def _make_way(self, run: Run) -> None:
-        """Epochs only grow, and only to the higher one is made way: never do both give up."""
-        try:
-            keeping = self.journal.keeping
-            replica, epoch = keeping.replicas.get(run.id), keeping.epoch(run.id)
-            twin = await self.find_twin(run.id, replica.birth, epoch) if replica else None
-            same = self._active.get(run.id) is run and keeping.epoch(run.id) == epoch
-            if twin is not None and same and not run.over and not run.cancelling:
-                self._cancel(
-                    run,
-                    "one Idempotency-Key was submitted at two peers that did not hear of each "
-                    f"other: peer {twin.hex()[:8]} goes on with it",
-                )
-        finally:
-            await asyncio.sleep(FENCED_S)
-            self._fenced.discard(run.id)
+        return self._is_mine(run) and alive and task.state not in FINAL and not run.over
 
     def _work(self, run: Run, one: Placed) -> Work:
         work = make_work(run, one, self.estimate(one.unit), self.held_too)
         if one.unit.gang:
-            work = work._replace(env=(*work.env, *self._company(run, one.unit)), gang=True)
+            others = self._company.environment(run, one.unit)
+            work = work._replace(env=(*work.env, *others), gang=True)
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
-
-    def _company(self, run: Run, unit: Unit) -> list[tuple[str, str]]:
-        """What one of a gang is told of the others."""
-        attempts = [run.tasks[key.task].attempt(key.number) for key in unit.gang]
-        contacts = [self._members.contact(a.peer) if a is not None else None for a in attempts]
-        return [
-            ("VALENCE_RANK", str(unit.gang.index(unit.key))),
-            ("VALENCE_PEERS", str(len(unit.gang))),
-            ("VALENCE_HOSTS", ",".join(c.host if c is not None else "" for c in contacts)),
-        ]
 
     def held_too(self, file: File) -> File:
         """With this peer among the holders, if it is one."""
@@ -736,7 +630,7 @@ class Home:
             if run is not None:
                 known = [e for e in outcomes if e.key.task in run.tasks]
                 if run.gangs:
-                    known = await asyncio.gather(*(self._judged(run, e) for e in known))
+                    known = await asyncio.gather(*(self._company.judged(run, e) for e in known))
                 if self._active.get(id) is run:
                     self._take(run, sender.id, known)
         for strategy in self._strategies.values():
@@ -793,35 +687,9 @@ class Home:
         return run is not None or self.knows(id)
 
     async def _take_judged(self, run: Run, ended: Outcome) -> None:
-        judged = await self._judged(run, ended)
+        judged = await self._company.judged(run, ended)
         if self._active.get(run.id) is run:
             self._take(run, self._rpc.me.id, [judged])
-
-    async def _judged(self, run: Run, ended: Outcome) -> Outcome:
-        """One of a gang that failed, perhaps only because another was lost with its peer: those
-        are asked first. A lost peer is no failure of the task."""
-        gang = run.workflow.tasks[ended.key.task].gang
-        if ended.kind != "failed" or not gang:
-            return ended
-        others = [run.tasks[name] for name in gang if name != ended.key.task]
-        running = [(t.id, a) for t in others if (a := t.attempt(t.number)) and a.state == "running"]
-        asks = (self._runs_there(_key(run, name, a.number), a.peer, run) for name, a in running)
-        for (name, _), there in zip(running, await asyncio.gather(*asks), strict=True):
-            if not there:
-                reason = f"{ended.reason}; {name} is lost with its peer, and all begin anew"
-                return ended._replace(kind="returned", reason=reason[:REASON_MAX])
-        return ended
-
-    async def _runs_there(self, key: AttemptKey, peer: bytes, run: Run) -> bool:
-        contact = self._members.contact(peer)
-        message = Inquire(keys=(key,), epochs=((run.id, run.epoch),))
-        try:
-            if contact is None or not self._members.is_here(peer):
-                return False
-            answer = await self._rpc.call(contact, message, Inquired, JUDGE_S)
-        except CallFailed:
-            return False
-        return answer.states != ("unknown",)
 
     def _heard_of(self, peer: bytes, ended: Outcome) -> None:
         """It need not be asked about any more; unless this is of an attempt that has its number by
@@ -951,16 +819,7 @@ class Home:
         self.given.drop(peer, keys)
         contact = self._members.contact(peer)
         if contact is not None:
-            self._spawn(self._abort(contact, keys, (run.id, run.epoch)))
-
-    async def _abort(
-        self, contact: Contact, keys: list[AttemptKey], epoch: tuple[str, int]
-    ) -> None:
-        message = Abort(keys=tuple(keys), reason="not needed", epochs=(epoch,))
-        try:
-            await self._rpc.call(contact, message, Done)
-        except CallFailed as error:  # it runs to its end there, and its outcome is ignored
-            log.info("%d attempts could not be ended: %s", len(keys), error)
+            self._spawn(self._dispatch.abort(contact, keys, (run.id, run.epoch)))
 
     def _place_later(self, run: Run, task: TaskState) -> None:
         tries = task.failures + task.losses + task.returns
@@ -1107,37 +966,9 @@ class Home:
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
         self._lost(young, begun=False)
 
-    async def watch_slow(self) -> None:
-        """Tell policies of what takes far longer than its like."""
-        told: dict[AttemptKey, int] = {}
-        while True:
-            watched = [r for r in self.active() if r.policies is not None and r.policies.wants_slow]
-            if not watched:
-                self._watchful.clear()
-            await self._watchful.wait()
-            await asyncio.sleep(SLOW_CHECK_S)
-            before, told = told, {}
-            for run in watched:
-                told |= self._tell_slow(run, before)
-
-    def _tell_slow(self, run: Run, before: dict[AttemptKey, int]) -> dict[AttemptKey, int]:
-        """At two, four, eight … times as long as usual; how often it was doubled by now."""
-        told: dict[AttemptKey, int] = {}
-        now = self._clock()
-        for task in [t for t in run.tasks.values() if t.state == "running"]:
-            key, typical_s = _key(run, task.id, task.number), run.runtime_s(task.id)
-            attempt = task.attempt(task.number)
-            if attempt is None or typical_s is None or run.workflow.tasks[task.id].gang:
-                continue
-            seconds = now - attempt.at
-            times = int(math.log2(max(1.0, seconds / max(SLOW_CHECK_S, typical_s))))
-            told[key] = max(times, before.get(key, 0))
-            if times <= before.get(key, 0) or run.policies is None:
-                continue
-            if run.policies.slow(task.id, len(task.attempts), seconds, typical_s):
-                why = f"it runs for {seconds:.0f} s, its like took {typical_s:.1f} s"
-                self._lost([(key, f"{why}: by a policy it runs a second time")], begun=False)
-        return told
+    def _begin_beside(self, key: AttemptKey, why: str) -> None:
+        """A second attempt, with the first left running: the first result wins."""
+        self._lost([(key, why)], begun=False)
 
     def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
         """Attempts that will not report. Those that never began don't count against the task."""
