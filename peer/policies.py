@@ -72,6 +72,14 @@ def read_policy(text: str) -> Rule:
     return read_rule(SHIPPED[text])
 
 
+def policy_problem(text: str) -> str | None:
+    try:
+        read_policy(text)
+    except ChemistryError as error:
+        return str(error)
+    return None
+
+
 class Policies:
     def __init__(self, texts: tuple[str, ...]) -> None:
         rules = [read_policy(text) for text in texts]

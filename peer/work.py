@@ -3,7 +3,7 @@ messages, its deadline as a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
@@ -11,14 +11,12 @@ from functools import lru_cache
 import msgpack
 
 from protocols import messages
-from protocols.chemistry.notation import ChemistryError
 from protocols.messages import CHECKED_NEEDS, Argument, Capacity, File, Value, Work
 from protocols.strategy import Placed
 from workflow import document, quantities, tree, wfformat
 from workflow.model import Needs, Task, Workflow
-from workflow.problems import Problems
 
-from .policies import read_policy
+from .policies import policy_problem
 from .run import Run
 
 
@@ -134,17 +132,6 @@ def read_document(text: bytes, options: dict[str, object]) -> Workflow:
             float(str(options.get("size_scale", 1.0))),
         )
     else:
-        found = document.from_value(value, lines)
-        _check_policies(found.policies, lines)
+        found = document.from_value(value, lines, policy_problem=policy_problem)
     strategy = options.get("strategy")
     return found if strategy is None else replace(found, strategy=str(strategy))
-
-
-def _check_policies(texts: tuple[str, ...], lines: Mapping[str, int]) -> None:
-    problems = Problems(lines)
-    for index, text in enumerate(texts):
-        try:
-            read_policy(text)
-        except ChemistryError as error:
-            problems.add(("policies", index), str(error))
-    problems.check()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peer.policies import policy_problem
 from workflow import document, tree, wfformat
 from workflow.problems import DocumentError, Problem
 
@@ -29,7 +30,7 @@ def prepare_text(text: bytes, base: Path) -> tuple[bytes, str, list[tuple[Path, 
     value, lines = tree.read(text)
     if wfformat.is_instance(value):
         return text, "application/json", []
-    document.from_value(value, lines, client=True)
+    document.from_value(value, lines, client=True, policy_problem=policy_problem)
     uploads = []
     problems = []
     for name, source in (value.get("inputs") or {}).items():

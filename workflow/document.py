@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace as _replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -48,9 +48,16 @@ def parse(text: str | bytes, *, json_only: bool = False, client: bool = False) -
 
 
 def from_value(
-    value: Any, lines: Mapping[str, int] | None = None, *, client: bool = False
+    value: Any,
+    lines: Mapping[str, int] | None = None,
+    *,
+    client: bool = False,
+    policy_problem: Callable[[str], str | None] = lambda text: None,
 ) -> Workflow:
-    return _Reader(Problems(lines), client).read(value)
+    """`policy_problem` says what is wrong with a policy: rules are read by others."""
+    reader = _Reader(Problems(lines), client)
+    reader.policy_problem = policy_problem
+    return reader.read(value)
 
 
 def _needs(found: NeedsDocument) -> Needs:
@@ -80,6 +87,7 @@ class _Reader:
     def __init__(self, problems: Problems, client: bool) -> None:
         self.problems = problems
         self.client = client
+        self.policy_problem: Callable[[str], str | None] = lambda text: None
         self.inputs: dict[str, Source] = {}
         self.tasks: dict[str, Task] = {}
         self.places: dict[str, Path] = {}  # task → where its template stands
@@ -133,6 +141,11 @@ class _Reader:
         name = value.get("name")
         if isinstance(name, str) and not name.isprintable():
             self.problems.add(("name",), "a name has no line breaks or control characters")
+        policies = value.get("policies")
+        for index, text in enumerate(policies if isinstance(policies, list) else ()):
+            trouble = self.policy_problem(text) if isinstance(text, str) else None
+            if trouble:
+                self.problems.add(("policies", index), trouble)
         strategy = value.get("strategy", "auto")
         if isinstance(strategy, str) and strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
