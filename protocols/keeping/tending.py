@@ -15,6 +15,7 @@ from .place import closest
 from .replica import Replica, majority, odd
 
 PAUSE_S = 0.02
+AGAIN_S = 2.0
 BATCH_MAX = 200
 
 
@@ -32,7 +33,7 @@ class Tending:
 
     def complete(self, replica: Replica, lead: Lead) -> bool:
         """No other set is wanted, and this one counts."""
-        return replica.config_agreed and self.wanted(replica, lead.strangers) == replica.keepers
+        return replica.config_agreed and self.wanted(replica, lead) == replica.keepers
 
     async def run(self) -> None:
         while True:
@@ -53,15 +54,18 @@ class Tending:
         settled = replica.epoch_at(replica.committed - 1) == lead.epoch
         if not settled or not replica.config_agreed:
             return
-        keepers = self.wanted(replica, lead.strangers)
+        keepers = self.wanted(replica, lead)
         if keepers == replica.keepers:
+            if not all(map(self._keeping.members.is_alive, keepers)):
+                loop = asyncio.get_running_loop()  # when others have caught up, it may be replaced
+                loop.call_later(AGAIN_S, self.look, replica.workflow)
             self._keeping.let_go(replica, lead)  # if it is over, and nothing more is to be done
             return
         self._keeping.changes(replica.workflow, keepers)
 
-    def wanted(self, replica: Replica, strangers: set[bytes]) -> tuple[bytes, ...]:
+    def wanted(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
-        members, me = self._keeping.members, self._keeping.rpc.me.id
+        members, me, strangers = self._keeping.members, self._keeping.rpc.me.id, lead.strangers
         full = len(replica.keepers) == odd(self._keeping.config.keepers)
         if full and all(k not in strangers and members.is_alive(k) for k in replica.keepers):
             return replica.keepers  # mostly; not all members are looked at for that
@@ -75,7 +79,11 @@ class Tending:
         if len(there) < majority(len(now)):
             return now  # nobody could agree to it
         if gone and free:
-            return tuple(k for k in now if k != gone[0])
+            left = tuple(k for k in now if k != gone[0])
+            # Who is left must be able to agree without it: one that was added and has no copy yet
+            # may turn out to have none of this journal ever (a stranger). The lost may be back.
+            having = [k for k in left if k == me or lead.have.get(k, 0) >= replica.committed]
+            return left if len(having) >= majority(len(left)) else now
         if len(now) > max(aim, self._keeping.config.keepers):
             others = [k for k in now if k != me]
             return tuple(k for k in now if k != others[-1])
