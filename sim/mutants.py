@@ -186,7 +186,7 @@ def submissions_are_acknowledged_early() -> list[Patch]:
 
 @mutant
 def work_is_given_away_before_that_counts() -> list[Patch]:
-    return [(Journal, "kept", _unless("_dispatch"))]
+    return [(Journal, "kept", _unless("away"))]
 
 
 def _unless(caller: str) -> Any:
