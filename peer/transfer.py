@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 
 from protocols.members import Members
 from protocols.messages import (
@@ -106,8 +107,13 @@ class Transfer:
             if task is None:
                 task = asyncio.ensure_future(self._fetch(file))
                 self._under_way[file.hash] = task
-                task.add_done_callback(lambda _: self._under_way.pop(file.hash, None))
+                task.add_done_callback(partial(self._fetched, file.hash))
             await asyncio.shield(task)
+
+    def _fetched(self, hash: bytes, task: asyncio.Task[None]) -> None:
+        self._under_way.pop(hash, None)
+        if not task.cancelled():
+            task.exception()  # who waited for it may have been ended: then nobody hears of it
 
     async def fetch_all(self, files: Iterable[File]) -> list[tuple[File, BaseException]]:
         """After this they are here, but for those that are returned. Small ones that have a holder
