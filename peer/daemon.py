@@ -71,7 +71,6 @@ class Daemon:
             majority_lost_s=settings.majority_lost,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._side: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._moved = asyncio.Event()  # somebody came, went or is doubted
         self._grace_s = settings.grace
@@ -174,6 +173,7 @@ class Daemon:
             ("gossip", self.liveness.gossip()),
             ("overlay", self.overlay.refresh()),
             ("records", self.records.run()),
+            ("handing over", self.records.hand_over()),
             *self.enactment.works(),
             ("join", self._join()),
             ("settle", self._settle()),
@@ -343,10 +343,7 @@ class Daemon:
         elif new.state == State.ALIVE:
             self.overlay.saw(new.contact)
             if not was_here:
-                task = self.records.hand_over(new.contact)
-                if task is not None:
-                    self._side.add(task)
-                    task.add_done_callback(self._side.discard)
+                self.records.joined(new.contact)
 
     async def _housekeep(self) -> None:
         while True:
@@ -408,10 +405,9 @@ class Daemon:
 
     async def close(self) -> None:
         await self.http.stop()
-        tasks = [*self._tasks, *self._side]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.enactment.close()
         await self.transfer.close()
         await self.liveness.close()

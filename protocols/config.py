@@ -41,6 +41,7 @@ class Config:
     # records are hints, and who needs one that is gone asks around.
     published_max: int = 2000
     republish_s: float = 200.0  # three chances before a record expires
+    hand_over_s: float = 0.5  # after a peer came: others come along, and it has two others' copies
 
     # --- members and failure detection
     members_max: int = 5000

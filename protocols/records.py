@@ -102,6 +102,8 @@ class Records:
         self._rng = rng
         self._config = config
         self._mine: dict[bytes, tuple[int, bytes]] = {}
+        self._newcomers: dict[bytes, Contact] = {}
+        self._came = asyncio.Event()
         rpc.on(StoreRecords, self._store_records)
         rpc.on(FetchRecords, self._fetch_records)
 
@@ -145,17 +147,28 @@ class Records:
             self.store.expire(self._now())
             await self._send(list(self._mine))
 
-    def hand_over(self, newcomer: Contact) -> asyncio.Task[None] | None:
-        """A peer joined: give it what it is now among the closest for, if there is anything."""
-        if not self.store.count:
-            return None
-        count = self._config.lookup_wanted
-        now = self._now()
-        records = []
-        for key in self.store.kept_keys():
-            if self._overlay.table.is_among_closest(newcomer.id, key, count):
-                records.extend(self.store.get(key, now))
-        return asyncio.ensure_future(self._store_at(newcomer, records)) if records else None
+    def joined(self, newcomer: Contact) -> None:
+        """A peer is here: see `hand_over`."""
+        if self.store.count and len(self._newcomers) < self._config.members_max:
+            self._newcomers[newcomer.id] = newcomer
+            self._came.set()
+
+    async def hand_over(self) -> None:
+        """Give each newcomer what it is now among the closest for. Runs for ever."""
+        while True:
+            await self._came.wait()
+            await asyncio.sleep(self._config.hand_over_s)  # one seldom comes alone
+            self._came.clear()
+            newcomers, self._newcomers = self._newcomers, {}
+            table, count, now = self._overlay.table, self._config.lookup_wanted, self._now()
+            keys = self.store.kept_keys()
+            work = []
+            for peer, newcomer in newcomers.items():
+                near = [key for key in keys if table.is_among_closest(peer, key, count)]
+                records = [record for key in near for record in self.store.get(key, now)]
+                if records:
+                    work.append(self._store_at(newcomer, records))
+            await asyncio.gather(*work)
 
     async def hand_on(self) -> None:
         """This peer leaves: give all it keeps to those who are closest without it."""

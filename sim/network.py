@@ -188,7 +188,6 @@ class SimPeer:
         wire.on_broken = self.liveness.broke
         self.rpc.on(Hello, self._hello)
         self.members.listen(self._changed)
-        self._handing: set[asyncio.Task[None]] = set()
         self._tasks = [
             asyncio.ensure_future(work)
             for work in (
@@ -196,6 +195,7 @@ class SimPeer:
                 self.liveness.gossip(),
                 self.overlay.refresh(),
                 self.records.run(),
+                self.records.hand_over(),
             )
         ]
 
@@ -209,10 +209,7 @@ class SimPeer:
         elif new.state == 0:
             self.overlay.saw(new.contact)
             if old is None or old.state >= 2:
-                task = self.records.hand_over(new.contact)
-                if task is not None:
-                    self._handing.add(task)
-                    task.add_done_callback(self._handing.discard)
+                self.records.joined(new.contact)
 
     async def join(self, other: SimPeer) -> None:
         while True:
@@ -231,10 +228,9 @@ class SimPeer:
         await self.close()
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._handing]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.liveness.close()
         await self.rpc.close()
 

@@ -370,6 +370,7 @@ class Trader(SimPeer):
         self.admission = Admission(self.capacity, self.traits, config)
         self.placed: list[Placed] = []
         self.ran: list[AttemptKey] = []
+        self._following: set[asyncio.Task[None]] = set()
         self.runtime_s = 0.2
         self.tickets = Tickets(self.rpc, self.members, space, self.rng, config, self._on_placed)
         self.booth = Booth(
@@ -393,8 +394,8 @@ class Trader(SimPeer):
             work = Work(one.unit.key, one.lease, one.unit.needs, command=("x",))
             call = self.rpc.call(one.peer, Commit(works=(work,)), Committed, 3.0)
             task = asyncio.ensure_future(self._follow(call, one))
-            self._handing.add(task)
-            task.add_done_callback(self._handing.discard)
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
 
     async def _follow(self, call: object, one: Placed) -> None:
         try:

@@ -42,7 +42,8 @@ class Overlay:
         return self._table
 
     def saw(self, contact: Contact) -> None:
-        self._put_by(contact.id, contact)
+        if contact.id in self._unsorted or not self._table.touch(contact):
+            self._put_by(contact.id, contact)
 
     def gone(self, peer: bytes) -> None:
         self._put_by(peer, None)
