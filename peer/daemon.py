@@ -23,9 +23,9 @@ from protocols.config import PRESETS
 from protocols.liveness import Liveness
 from protocols.members import Members, State
 from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
-from protocols.overlay.kademlia import Overlay
+from protocols.overlay.overlays import OVERLAYS
 from protocols.records import Records
-from protocols.rpc import CallFailed, Rpc
+from protocols.rpc import CallFailed, Refused, Rpc
 
 from .attempt import Workshop
 from .blobs import Blobs
@@ -69,6 +69,7 @@ class Daemon:
             PRESETS[settings.preset],
             keepers=settings.keepers,
             majority_lost_s=settings.majority_lost,
+            overlay=settings.overlay,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -124,7 +125,7 @@ class Daemon:
             contact=me, http=url, capacity=capacity, traits=traits, boot=boot, version=VERSION
         )
         self.members = Members(member, config)
-        self.overlay = Overlay(self.rpc, rng, config)
+        self.overlay = OVERLAYS[config.overlay](self.rpc, rng, config)
         self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
@@ -317,9 +318,12 @@ class Daemon:
 
     async def _greet(self, address: tuple[str, int]) -> bool:
         somebody = Contact(id=NOBODY, host=address[0], port=address[1])
-        hello = Hello(member=self.members.me)
+        hello = Hello(member=self.members.me, overlay=self._config.overlay)
         try:
             answer = await self.rpc.call(somebody, hello, Welcome, HELLO_TIMEOUT_S)
+        except Refused as error:
+            log.error("%s:%d does not take this peer in: %s", *address, error)
+            return False
         except CallFailed:
             return False
         self.members.apply(answer.member, self._now())
@@ -328,6 +332,9 @@ class Daemon:
         return True
 
     def _hello(self, sender: Contact, message: Hello) -> Welcome:
+        mine = self._config.overlay
+        if message.overlay != mine:
+            raise Refused("overlay", f"this cluster is on --overlay {mine}: all of its peers are")
         self.members.apply(message.member, self._now())
         return Welcome(member=self.members.me)
 

@@ -73,7 +73,8 @@ class Locate:
 
     async def _ask_all(self, id: str) -> bytes | None:
         others = {m.contact.id: m for m in self._members.here() if m.contact.id != self._rpc.me.id}
-        near = closest(id, others, CLOSEST)  # who should have it, before all others
+        overlay = self._journal.keeping.config.overlay
+        near = closest(id, others, CLOSEST, overlay)  # who should have it, before all others
         found = await self._ask_some(id, [others.pop(peer) for peer in near])
         now = asyncio.get_running_loop().time()
         if found is not None or now - self._in_vain.get(id, -ALL_AGAIN_S) < ALL_AGAIN_S:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from protocols.config import PRESETS
+from protocols.overlay.overlays import OVERLAYS
 from workflow import quantities
 
 Size = Annotated[int, BeforeValidator(quantities.size_bytes)]
@@ -88,6 +89,7 @@ class Settings(BaseModel):
     labels: Names = Field((), max_length=64)
     software: Names = Field((), max_length=64)
     preset: str = Field("lan", description="timing: " + " or ".join(PRESETS))
+    overlay: str = Field("kademlia", description="how peers find keys: " + " or ".join(OVERLAYS))
     keepers: int = Field(3, ge=1, le=9, description="peers that keep a workflow's journal; odd")
     majority_lost: Patience = Field(
         120.0, description="go on without a lost majority of keepers after this long; or never"
@@ -159,6 +161,8 @@ def load(
         raise SettingsError(f"{origin['sandbox']}: off or bwrap")
     if settings.keepers % 2 == 0:
         raise SettingsError(f"{origin['keepers']}: an odd number: one more outlives no more deaths")
+    if settings.overlay not in OVERLAYS:
+        raise SettingsError(f"{origin['overlay']}: there are {', '.join(OVERLAYS)}")
     if settings.preset not in PRESETS:
         raise SettingsError(f"{origin['preset']}: there are {', '.join(PRESETS)}")
     if need_secrets:

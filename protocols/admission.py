@@ -108,6 +108,7 @@ class Admission:
         self._queued_work = 0.0
         self._leased_work = 0.0
         self._queued_leases = 0
+        self._queued_cores = 0  # thousandths of them, that what is queued or may be will need
         self._hold_leases = 0
         self._wishes: dict[bytes, float] = {}
         self._next_lease = 1
@@ -231,8 +232,14 @@ class Admission:
             return 0, ahead_s
         each_s = max(1e-5, room.runtime_s * share)
         by_time = max(0, int((self._config.queue_s_max - ahead_s) / each_s))
-        granted = min(count, by_count, by_time)
+        by_share = self._queue_share() // max(1, room.needs.capacity.millicores)
+        granted = min(count, by_count, max(by_time, by_share))
         return granted, ahead_s + granted * each_s
+
+    def _queue_share(self) -> int:
+        """Thousandths of cores for which more may wait, however long it takes: of ten units that
+        run one ends within a tenth of their time."""
+        return max(0, int(self._config.queue_share * self.capacity.millicores) - self._queued_cores)
 
     def _backlog_s(self) -> float:
         # an empty sum is nothing: sheds what rounding has left
@@ -265,6 +272,7 @@ class Admission:
 
     def _count_lease(self, lease: _Lease, sign: int) -> None:
         self._queued_leases += sign * lease.queued
+        self._queued_cores += sign * lease.queued * lease.needs.millicores
         self._hold_leases += sign * lease.hold
         self._leased_work += sign * lease.work
 
@@ -289,7 +297,8 @@ class Admission:
             return "run"
         self._order += 1
         # what was promised is at most the queue's length in time; this is several times that
-        patience_s = self._config.patience_s
+        long_s = 5 * self._config.queue_share * (lease.runtime_s or 0.0)
+        patience_s = max(self._config.patience_s, long_s)
         entry = _Queued(
             lease.due_at,
             self._order,
@@ -302,6 +311,7 @@ class Admission:
         bisect.insort(self._queue, entry)
         self._queued[unit] = entry
         self._queued_work += _work(entry.needs, entry.runtime_s)
+        self._queued_cores += entry.needs.millicores
         self._hand_back_at = min(self._hand_back_at, entry.hand_back_at)
         return "wait"
 
@@ -314,6 +324,7 @@ class Admission:
         del self._queue[bisect.bisect_left(self._queue, entry)]
         del self._queued[entry.unit]
         self._queued_work -= _work(entry.needs, entry.runtime_s)
+        self._queued_cores -= entry.needs.millicores
 
     def starts(self, now: float) -> list[Hashable]:
         """Queued units that may begin now; they count as running from here on."""
@@ -366,6 +377,8 @@ class Admission:
     def forsake(self, home: bytes) -> bool:
         """It is dead, or was started anew: what it reserved it will never use. True: so there is
         more room now."""
+        if not (self._leases or self._gangs or self._wishes):
+            return False
         dropped = [id for id, lease in self._leases.items() if lease.home == home]
         for lease_id in dropped:
             self._drop(lease_id)
@@ -426,14 +439,16 @@ class Admission:
     def free(self) -> Capacity:
         return self._free
 
-    def on_offer(self, now: float) -> tuple[Capacity, float, int]:
-        """What `reserve` would grant now: room; seconds of work, and units, that may be queued."""
+    def on_offer(self, now: float) -> tuple[Capacity, float, int, int]:
+        """What `reserve` would grant now: room; seconds of work, and units, that may be queued, and
+        thousandths of cores for which any may."""
         full = self.closed or len(self._leases) >= self._config.leases_max
         if full or self._is_draining(now):
-            return Capacity(), 0.0, 0
+            return Capacity(), 0.0, 0, 0
         queue_s = max(0.0, self._config.queue_s_max - self._backlog_s())
         waiting = len(self._queue) + self._queued_leases
-        return self._free, queue_s, max(0, self._config.queue_units_max - waiting)
+        units = max(0, self._config.queue_units_max - waiting)
+        return self._free, queue_s, units, self._queue_share()
 
     def _is_draining(self, now: float) -> bool:
         """For a gang, or for the unit at the head of the queue."""

@@ -25,12 +25,14 @@ class Config:
     answers_bytes_max: int = 32 * 2**20
 
     # --- overlay
+    overlay: str = "kademlia"  # or chord: the same for all peers of a cluster
     bucket_size: int = 16
     lookup_width: int = 3  # calls in flight in one lookup
     lookup_wanted: int = 3  # owners of a key
     lookup_timeout_s: float = 1.0  # per peer asked: soft, a slow peer is passed over
     lookup_calls_max: int = 60
     refresh_s: float = 60.0
+    stabilise_s: float = 10.0  # on the ring: between two questions to the next peer
 
     # --- records
     record_bytes_max: int = 900
@@ -62,6 +64,9 @@ class Config:
     gossip_per_message: int = 5
     gossip_per_ping: int = 5  # they travel along with pings and their answers, too
     gossip_repeat: int = 3  # times log2(members): every peer hears of a change with near certainty
+    wave_min: int = 128  # from so many members on, news go to one of them, who has all told at once
+    wave_width: int = 8  # each passes it on to so many
+    wave_news_max: int = 100
     # Between two full exchanges caused by differing digests; beyond a hundred members so many
     # times longer as they are hundreds.
     sync_s_min: float = 0.5
@@ -73,6 +78,9 @@ class Config:
     # How much work may wait at a peer beyond what runs: enough to hide a round trip, little enough
     # that an idle peer elsewhere is not missed for long.
     queue_s_max: float = 0.5
+    queue_share: float = (
+        0.1  # or for so much of its cores: as many come free in a tenth of the time
+    )
     queue_units_max: int = 1000
     holds_max: int = 2  # units that may wait for a peer to drain for them, see admission
     backfill_s_max: float = 2.0  # how long a unit at the queue's head may be overtaken

@@ -12,6 +12,12 @@ Pings carry rumours and a digest of the whole view; where digests differ the two
 other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
 A dead peer is pinged now and then, so that a healed partition grows together again.
 
+Among many, each would hear everything several times before all have heard it once. There, who sees
+a change first tells one peer, the *speaker* (of all alive the one with the lowest id): every moment
+it tells what has come in to a few, each of these to a few more, and so everybody once: a *wave*.
+Whoever passes it on to others says that it has it; a peer that does not is passed over. Waves only
+save time and messages: who misses one is told by its digest, whoever is the speaker.
+
 When many of its own pings fail, or its own timers come late, a peer doubts itself first (after
 Lifeguard): it waits longer for answers and objections and asks less often, so that an overloaded
 machine or network is not loaded further, and nobody is declared dead for being slow like all.
@@ -26,7 +32,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from .config import Config
-from .members import Members, State, briefs
+from .members import LAST, Members, State, briefs
 from .messages import (
     Ack,
     Contact,
@@ -40,6 +46,7 @@ from .messages import (
     Rumours,
     Sync,
     Synced,
+    Wave,
 )
 from .rpc import CallFailed, Refused, Rpc
 
@@ -85,6 +92,7 @@ class Liveness:
         rpc.on(Sync, self._sync)
         rpc.on(Exchange, self._exchange)
         rpc.on(Rumours, self._rumours)
+        rpc.on(Wave, self._wave)
         rpc.on(Leave, self._left)
         members.listen(self._changed)
 
@@ -112,11 +120,78 @@ class Liveness:
         while True:
             await self._news.wait()
             await asyncio.sleep(self._config.gossip_s * (0.75 + 0.5 * self._rng.random()))
+            if self._members.count >= self._config.wave_min:
+                await self._pass_on()
+                continue
             rumours = self._members.rumours(self._config.gossip_per_message)
             if not rumours:
                 self._news.clear()
             for member in self._members.draw(self._rng, 1, (self._rpc.me.id,)) if rumours else ():
                 self._rpc.tell(member.contact, Rumours.of(rumours))
+
+    async def _pass_on(self) -> None:
+        """What this peer has seen: as the speaker to all, else to the speaker."""
+        members = self._members
+        fresh = members.take_fresh(self._config.wave_news_max)
+        if not fresh:
+            self._news.clear()
+            return
+        if members.speaker == self._rpc.me.id:
+            peers = [p for p in members.between(b"", LAST) if p != self._rpc.me.id]
+            self._send_on(peers, LAST, fresh, members.digest)
+            return
+        contact = members.contact(members.speaker)
+        try:
+            if contact is not None:
+                answer = await self._rpc.call(contact, Exchange.of(fresh, ()), Rumours)
+                self._hear(answer.members)
+                return
+        except CallFailed:
+            pass
+        members.fresh.update(dict.fromkeys(fresh))  # to whoever speaks then
+
+    def _send_on(
+        self, peers: list[bytes], end: bytes, news: tuple[bytes, ...], digest: int
+    ) -> None:
+        """To all of these, whose ids rise, by the first of each part of them."""
+        width = self._config.wave_width
+        size = -(-len(peers) // width) if len(peers) > 2 * width else 1
+        for start in range(0, len(peers), size):
+            part = peers[start : start + size]
+            after = peers[start + size] if start + size < len(peers) else end
+            self._spawn(self._send_part(part, after, news, digest))
+
+    async def _send_part(
+        self, part: list[bytes], end: bytes, news: tuple[bytes, ...], digest: int
+    ) -> None:
+        while part:
+            contact = self._members.contact(part[0])
+            last = len(part) == 1
+            message = Wave.of(news, part[0] if last else end, digest)
+            try:
+                if contact is not None and last:
+                    self._rpc.tell(contact, message)
+                elif contact is not None:
+                    limit_s = self._config.probe_timeout_s
+                    await self._rpc.call(contact, message, Done, limit_s, probing=True)
+                    return
+            except CallFailed:
+                pass
+            part = part[1:]  # the next one sees to the others
+
+    def _wave(self, sender: Contact, message: Wave) -> Done:
+        now, me = self._now(), self._rpc.me.id
+        before = self._members.me
+        self._members.hear(message.members, now, news=False)
+        if self._members.me is not before:
+            self._news.set()
+        peers = self._members.between(me, message.end)
+        if peers:
+            self._send_on(peers, message.end, message.members, message.digest)
+        differs = message.digest != self._members.digest and not self._members.fresh
+        if differs and now - self._last_sync >= self._sync_s:
+            self._agree_with(sender, now)
+        return Done()
 
     def _interval_s(self) -> float:
         config = self._config
@@ -295,7 +370,8 @@ class Liveness:
     def _condemn(self, member: Member) -> None:
         self._suspected.pop(member.contact.id, None)
         if self._members.get(member.contact.id) == member:  # no objection came
-            self._members.judge(member.contact.id, State.DEAD, self._now())
+            # all who heard of the suspicion come to this at about the same time: no news to them
+            self._members.judge(member.contact.id, State.DEAD, self._now(), fresh=False)
 
     # ----------------------------------------------------------------- agreeing
 
@@ -309,10 +385,13 @@ class Liveness:
         now = self._now()
         scale = max(1.0, self._members.count / 100)  # of many, some always have news
         if now - self._last_sync >= scale * self._sync_s:
-            self._last_sync = now
-            # while there is no end of news, rumours alone carry most of it
-            self._sync_s = min(self._config.sync_s_max, 1.5 * self._sync_s)
-            self._spawn(self.sync(contact))
+            self._agree_with(contact, now)
+
+    def _agree_with(self, contact: Contact, now: float) -> None:
+        self._last_sync = now
+        # while there is no end of news, rumours alone carry most of it
+        self._sync_s = min(self._config.sync_s_max, 1.5 * self._sync_s)
+        self._spawn(self.sync(contact))
 
     async def sync(self, contact: Contact) -> None:
         """Exchange what either side lacks. Failure is no matter: digests will differ again."""

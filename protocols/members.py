@@ -13,7 +13,7 @@ import math
 import operator
 import random
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from functools import lru_cache
@@ -93,6 +93,8 @@ class Members:
         self._gone: dict[bytes, float] = {}  # dead or left, since when; the latest last
         self._told = 0  # messages that carried rumours
         self._news: dict[bytes, int] = {}  # rumours, heard after how many of those
+        self.fresh: dict[bytes, None] = {}  # seen here first, and not passed on yet: see liveness
+        self.speaker = me.contact.id  # of all that are alive, the one with the lowest id
         self._listeners: list[tuple[object, Listener]] = []
         self._here: list[Member] | None = None
         self._count = 0
@@ -137,7 +139,8 @@ class Members:
         belief = self._known.get(peer)
         return belief is not None and belief.member.state == State.ALIVE
 
-    def hear(self, rumours: Collection[bytes], now: float) -> None:
+    def hear(self, rumours: Collection[bytes], now: float, news: bool = True) -> None:
+        """`news`: to others, too."""
         # who comes anew learns of everybody: no news to anybody else, and would crowd out what is
         known = len(rumours) > max(CROWD_MIN, len(self._known) // 2)
         if known:
@@ -152,7 +155,7 @@ class Members:
             if believed(rumour.peer) is rumour:
                 continue
             mine = rumour.peer == self.me.contact.id  # an objection is news to all
-            if self._take(rumour, now) and known and not mine:
+            if self._take(rumour, now) and (known or not news) and not mine:
                 self._news.pop(rumour.packed, None)
 
     def _adopt(self, rumours: Collection[bytes], now: float) -> list[bytes]:
@@ -176,6 +179,8 @@ class Members:
             else:
                 left.append(packed)
         self._count += sum(b.member.state <= State.SUSPECT for b in new.values())
+        alive = (peer for peer, b in new.items() if b.member.state == State.ALIVE)
+        self.speaker = min(self.speaker, min(alive, default=self.speaker))
         self._known.update(new)
         self._order.extend(new)
         self._sorted = False
@@ -186,10 +191,10 @@ class Members:
         return left
 
     def apply(self, rumour: Member, now: float) -> bool:
-        """Take a belief over if it is newer; True if it was."""
-        return self._take(believe(pack_member(rumour)), now)
+        """Take a belief over if it is newer; True if it was. This peer is the first to know."""
+        return self._take(believe(pack_member(rumour)), now, fresh=True)
 
-    def _take(self, rumour: Belief, now: float) -> bool:
+    def _take(self, rumour: Belief, now: float, fresh: bool = False) -> bool:
         peer = rumour.peer
         if peer == self.me.contact.id:
             return self._about_me(rumour.member)
@@ -207,10 +212,17 @@ class Members:
                 new = was._replace(boot=boot, incarnation=incarnation, state=state)
                 rumour = believe(pack_member(new))
         self._set(rumour, now)
+        if fresh or self.speaker == self.me.contact.id:
+            self._to_tell(rumour)
         for at_stake, listener in self._listeners:
             if at_stake:
                 listener(was, rumour.member)
         return True
+
+    def _to_tell(self, belief: Belief) -> None:
+        self.fresh[belief.packed] = None
+        if len(self.fresh) > self._config.members_max:
+            del self.fresh[next(iter(self.fresh))]  # digests will differ
 
     def _room(self) -> bool:
         """For one more; the peer that is dead for longest makes some."""
@@ -238,14 +250,15 @@ class Members:
 
     def _update_me(self, **changes: int) -> None:
         self.me = self.me._replace(**changes)  # type: ignore[arg-type]
-        self._set(believe(pack_member(self.me)), 0.0)
+        belief = believe(pack_member(self.me))
+        self._set(belief, 0.0)
+        self._to_tell(belief)
 
     def _set(self, belief: Belief, now: float) -> None:
         peer = belief.peer
         old = self._known.get(peer)
         if old is None:
-            self._order.append(peer)
-            self._sorted = False
+            insort(self._order, peer) if self._sorted else self._order.append(peer)
         else:
             self._news.pop(old.packed, None)
             if peer in self._gone:
@@ -263,13 +276,18 @@ class Members:
         self._known[peer] = belief
         self._news[belief.packed] = self._told  # the latest last
         self._here = None
+        if belief.member.state == State.ALIVE:
+            self.speaker = min(self.speaker, peer)
+        elif peer == self.speaker:
+            alive = (p for p, b in self._known.items() if b.member.state == State.ALIVE)
+            self.speaker = min(alive, default=self.me.contact.id)
 
-    def judge(self, peer: bytes, state: State, now: float) -> bool:
+    def judge(self, peer: bytes, state: State, now: float, fresh: bool = True) -> bool:
         """This peer's own verdict about another."""
         member = self.get(peer)
         if member is None or member.state >= state:
             return False
-        return self.apply(member._replace(state=int(state)), now)
+        return self._take(believe(pack_member(member._replace(state=int(state)))), now, fresh)
 
     def forget(self, now: float) -> None:
         """Peers dead or gone for a day; their return makes them known again."""
@@ -331,6 +349,18 @@ class Members:
             news = (packed for packed in news if packed not in told)
         return tuple(itertools.islice(news, most))
 
+    def take_fresh(self, most: int) -> tuple[bytes, ...]:
+        found = tuple(itertools.islice(self.fresh, most))
+        for packed in found:
+            del self.fresh[packed]
+        return found
+
+    def between(self, start: bytes, end: bytes) -> list[bytes]:
+        """Who is here, and not doubted, from after `start` to before `end`; in their order."""
+        order = self._in_order()
+        found = order[bisect_right(order, start) : bisect_left(order, end)]
+        return [peer for peer in found if self.is_alive(peer)]
+
     # ----------------------------------------------------------------- comparing two views
 
     def digests(self, count: int = 0) -> bytes:
@@ -364,10 +394,14 @@ class Members:
                 brief.append((peer, boot, incarnation, state))
         return tuple(parts), tuple(brief), tuple(full)
 
-    def _in(self, parts: Iterable[int], count: int) -> Iterator[Belief]:
+    def _in_order(self) -> list[bytes]:
         if not self._sorted:
             self._order.sort()
             self._sorted = True
+        return self._order
+
+    def _in(self, parts: Iterable[int], count: int) -> Iterator[Belief]:
+        self._in_order()
         for part in parts:
             if part >= count:
                 continue  # whoever says so: there is no such part

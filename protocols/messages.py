@@ -277,11 +277,13 @@ class Redemption(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """What a peer has free; and the places in its queue: for so much work, and so many units."""
+    """What a peer has free; and the places in its queue: for so much work, and so many units; or
+    for units of so many thousandths of cores, however long they take."""
 
     free: Capacity
     queue_s: Seconds = 0.0
     queue_units: Natural = 0
+    queue_cores: Natural = 0
 
 
 class Entry(NamedTuple):
@@ -361,9 +363,10 @@ class Done(Message):
 
 @numbered(2, repeatable=True)
 class Hello(Message):
-    """The first word to an address whose id is not known yet."""
+    """The first word to an address whose id is not known yet. All peers have the same overlay."""
 
     member: Member
+    overlay: Word = "kademlia"
 
 
 @numbered(3)
@@ -424,6 +427,16 @@ class Exchange(Message):
 @numbered(10)
 class Rumours(Message):
     members: tuple[Packed, ...]
+
+
+@numbered(59)
+class Wave(Message):
+    """News for all peers from the one that is told up to `end`: it passes them on. `digest`: what a
+    peer believes that has heard them all."""
+
+    members: tuple[Packed, ...]
+    end: Key
+    digest: int
 
 
 @numbered(11)

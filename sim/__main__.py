@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import FrameType
 
 from protocols.config import LAN
+from protocols.overlay.overlays import OVERLAYS
 from workflow.model import STRATEGIES
 
 from .loop import run_out
@@ -76,6 +77,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             gangs=options.gangs,
             majority_lost_s=options.majority_lost,
             strategy=options.strategy,
+            overlay=options.overlay,
             faults=faults,
             config=CROWD if options.peers >= CROWD_PEERS else LAN,
             mutant=mutant,
@@ -157,6 +159,7 @@ def main() -> int:
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     known = [name for name in STRATEGIES if name != "auto"]
     parser.add_argument("--strategy", choices=known, default=default.strategy)
+    parser.add_argument("--overlay", choices=list(OVERLAYS), default=default.overlay)
     names = f"some of {','.join(FAULTS)}; or perish; or none"
     parser.add_argument("--faults", default="", help=names)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")

@@ -46,7 +46,7 @@ CROWD = replace(
     probe_s=10.0,
     probe_quiet_s=10.0,
     probe_timeout_s=1.0,
-    gossip_s=6.0,
+    gossip_s=8.0,
     gossip_per_message=80,
     self_doubt_max=0,
     indirect_probes=1,
@@ -75,6 +75,7 @@ class Plan:
     width: int = 6  # of workflows, at most
     gangs: float = 0.1  # of tasks: they need two or three peers at once
     strategy: str = "probe"
+    overlay: str = "kademlia"
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
 
@@ -87,6 +88,8 @@ class Plan:
                 words.append(f"--{name.replace('_', '-')} {value:g}")
         if self.strategy != default.strategy:
             words.append(f"--strategy {self.strategy}")
+        if self.overlay != default.overlay:
+            words.append(f"--overlay {self.overlay}")
         if self.faults != FAULTS:
             words.append("--faults " + (",".join(self.faults) or "none"))
         if self.majority_lost_s != default.majority_lost_s:
@@ -118,11 +121,14 @@ class World:
         self._config = replace(
             plan.config,
             keepers=plan.keepers,
+            overlay=plan.overlay,
             majority_lost_s=plan.majority_lost_s,
             stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
             archive_after_s=2.0,
             archive_s=5.0 if plan.peers < CROWD_PEERS else 60.0,
         )
+        if plan.seed % 2 and plan.peers < CROWD_PEERS:  # news spread as among many
+            self._config = replace(self._config, wave_min=3, wave_width=2)
         self._next_host = 0
         self._ambush = self._turncoat = False
         self._perished = False

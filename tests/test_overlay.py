@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from protocols.config import LAN
+from protocols.config import LAN, Config
 from protocols.members import State
 from protocols.messages import Contact, Done, File, Leave, Member, Ping, Record, Refusal, Vacancy
+from protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup, clockwise
 from protocols.overlay.lookup import Lookup
+from protocols.overlay.overlays import OVERLAYS, far
 from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
 from protocols.rpc import Refused, Rpc, Unreachable
@@ -107,6 +109,112 @@ def test_a_failed_peer_is_never_returned_nor_asked_again() -> None:
     assert first[0] not in lookup.result()
 
 
+# --------------------------------------------------------------------------- the ring
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_circle_knows_its_successors_and_predecessors_and_the_first_of_each_doubling(
+    seed: int,
+) -> None:
+    me = contact(5000 + seed).id
+    world = [contact(seed * 1000 + number) for number in range(500)]
+    circle = Circle(me)
+    for other in world:
+        circle.saw(other)
+    ahead = sorted(world, key=lambda c: clockwise(me, c.id))
+    assert circle.successors() == ahead[:NEAR]
+    assert circle.closest(me, NEAR) == ahead[:NEAR]
+    assert circle.preceding(me, NEAR) == ahead[: -NEAR - 1 : -1]
+    assert len(circle) < 100
+    for bit in range(150, 160):
+        first = next((c for c in ahead if clockwise(me, c.id) >= 1 << bit), None)
+        assert first is None or first.id in circle, f"the finger at 2^{bit}"
+    circle.remove(ahead[0].id)
+    assert circle.successors()[0] == ahead[1]
+
+
+def test_who_stands_on_a_key_follows_it() -> None:
+    circle = Circle(bytes(20))
+    peers = [contact(n) for n in range(30)]
+    for peer in peers:
+        circle.saw(peer)
+    for peer in peers:
+        assert circle.closest(peer.id, 1) == [peer]
+        assert circle.preceding(peer.id, 1) != [peer]
+        assert circle.is_among_closest(peer.id, peer.id, 1)
+
+
+@pytest.mark.parametrize("count", [10, 100, 1000])
+def test_a_way_around_the_ring_is_short_and_ends_at_the_owners(count: int) -> None:
+    """With tables as stabilisation leaves them; no network: each step asks whom it names."""
+    world = [contact(n) for n in range(count)]
+    order = sorted(world, key=lambda c: c.id)
+    circles = {}
+    for peer in world:
+        circle = circles[peer.id] = Circle(peer.id)
+        for other in world:
+            circle.saw(other)
+    rng = random.Random(count)
+    asked = 0
+    for _ in range(50):
+        start, target = rng.choice(world), rng.randbytes(20)
+        circle = circles[start.id]
+        known = [*circle.preceding(target, 3), *circle.closest(target, 3)]
+        lookup = RingLookup(target, known, wanted=3, width=3, calls_max=60)
+        while not lookup.over:
+            for peer in lookup.next():
+                asked += 1
+                there = circles[peer.id]
+                lookup.answered(
+                    peer.id, [*there.preceding(target, 3), *there.closest(target, NEAR - 3)]
+                )
+        owners = heapq.nsmallest(3, (c for c in order), key=lambda c: clockwise(target, c.id))
+        found = {c.id for c in [*lookup.result(), start]}
+        assert {c.id for c in owners} <= found
+    assert asked / 50 < 6 + 2.0 * count.bit_length()
+
+
+def test_a_ring_of_peers_that_know_few_becomes_whole() -> None:
+    """By stabilisation alone: no list of members tells them of each other."""
+
+    async def scenario() -> None:
+        network = Network(3, Faults(loss=0.02))
+        rng = random.Random(3)
+        rings = []
+        for number in range(40):
+            wire = network.wire(contact(number))
+            rpc = wire.rpc = Rpc(contact(number), wire, rng, LAN)
+            rings.append(Ring(rpc, rng, replace(LAN, refresh_s=20.0, stabilise_s=2.0)))
+            rpc.on_heard = rings[-1].saw
+            if number:
+                rings[-1].saw(contact(rng.randrange(number)))
+        tasks = [asyncio.ensure_future(ring.refresh()) for ring in rings]
+        order = sorted((contact(n) for n in range(40)), key=lambda c: c.id)
+
+        def whole() -> bool:
+            right = 0
+            for number, ring in enumerate(rings):
+                at = order.index(contact(number))
+                right += ring.circle.successors()[:2] == [
+                    order[(at + 1) % 40],
+                    order[(at + 2) % 40],
+                ]
+            return right == 40
+
+        await until(whole, 300)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_the_way_round_is_the_whole_ring() -> None:
+    a, b = contact(1).id, contact(2).id
+    assert clockwise(a, b) + clockwise(b, a) == SIZE
+    assert clockwise(a, a) == 0
+
+
 # --------------------------------------------------------------------------- calls
 
 
@@ -195,11 +303,16 @@ def test_garbage_is_counted_and_never_raised() -> None:
 # --------------------------------------------------------------------------- members
 
 
+#: news by gossip, as among few; and by waves, as among many
+SPREAD = pytest.mark.parametrize("config", [LAN, replace(LAN, wave_min=4, wave_width=2)])
+
+
+@SPREAD
 @pytest.mark.parametrize("seed", range(4))
-def test_everybody_knows_everybody_soon(seed: int) -> None:
+def test_everybody_knows_everybody_soon(seed: int, config: Config) -> None:
     async def scenario() -> float:
         network = Network(seed, Faults(loss=0.05, duplication=0.05))
-        peers = await cluster(network, 40)
+        peers = await cluster(network, 40, config)
         took = await until(lambda: all(len(p.members.here()) == 40 for p in peers), 30)
         for peer in peers:
             assert not peer.errors
@@ -209,11 +322,14 @@ def test_everybody_knows_everybody_soon(seed: int) -> None:
     assert run(scenario()) < 15
 
 
+@SPREAD
 @pytest.mark.parametrize("seed", range(4))
-def test_a_dead_peer_is_known_dead_within_seconds_and_a_lossy_one_is_not(seed: int) -> None:
+def test_a_dead_peer_is_known_dead_within_seconds_and_a_lossy_one_is_not(
+    seed: int, config: Config
+) -> None:
     async def scenario() -> float:
         network = Network(seed, Faults(loss=0.1))
-        peers = await cluster(network, 12)
+        peers = await cluster(network, 12, config)
         await until(lambda: all(len(p.members.here()) == 12 for p in peers), 30)
         victim = peers.pop(5)
         await victim.crash()
@@ -243,6 +359,45 @@ def test_a_process_that_ended_is_known_dead_without_waiting() -> None:
     with_a_stream, all_know = run(scenario())
     assert with_a_stream < 0.6
     assert all_know < 3
+
+
+def test_a_wave_reaches_everybody_once_and_passes_the_dead_over() -> None:
+    """Of 100 peers five fall at one time, the speaker among them, and nobody knows it yet."""
+
+    async def scenario() -> None:
+        network = Network(9)
+        peers = await cluster(network, 100, replace(LAN, wave_min=4))
+        await until(lambda: all(len(p.members.here()) == 100 for p in peers), 60)
+        await asyncio.sleep(20)
+        peers.sort(key=lambda p: p.contact.id)
+        assert {p.members.speaker for p in peers} == {peers[0].contact.id}
+        told = {peer.contact.id: 0 for peer in peers}
+        for peer in peers:
+            hear = peer.members.hear
+
+            def counted(rumours, now, news=True, hear=hear, me=peer.contact.id):
+                told[me] += not news
+                hear(rumours, now, news)
+
+            peer.members.hear = counted  # type: ignore[method-assign]
+        await peers[50].liveness.leave()
+        left = peers.pop(50)
+        await asyncio.sleep(5)
+        assert all(told[p.contact.id] == 1 for p in peers[1:]), "each is told once"
+        await left.close()
+        for index in (0, 12, 13, 40, 70):  # who speaks, and some that pass waves on
+            await peers[index].crash()
+        dead = [peers[index] for index in (0, 12, 13, 40, 70)]
+        there = [p for p in peers if p not in dead]
+        for peer in dead:
+            gone = peer.contact.id
+            await until(lambda gone=gone: all(not p.members.is_here(gone) for p in there), 30)
+        assert {p.members.speaker for p in there} == {there[0].contact.id}
+        for peer in there:
+            assert not peer.errors
+            await peer.close()
+
+    run(scenario())
 
 
 def test_one_that_is_refused_by_one_peer_alone_is_not_dead() -> None:
@@ -317,10 +472,11 @@ def test_one_cut_link_kills_nobody() -> None:
     run(scenario())
 
 
-def test_a_healed_partition_grows_together_again() -> None:
+@SPREAD
+def test_a_healed_partition_grows_together_again(config: Config) -> None:
     async def scenario() -> None:
         network = Network(4)
-        peers = await cluster(network, 8)
+        peers = await cluster(network, 8, config)
         await until(lambda: all(len(p.members.here()) == 8 for p in peers), 30)
         left, right = peers[:3], peers[3:]
         cut = {(a.contact.id, b.contact.id) for a in left for b in right}
@@ -389,10 +545,15 @@ def test_who_missed_a_death_long_ago_hears_of_it_by_an_exchange() -> None:
 # --------------------------------------------------------------------------- lookups and records
 
 
-def test_lookups_find_the_closest_with_loss_and_dead_peers() -> None:
+#: the same is to be true of each
+BOTH = pytest.mark.parametrize("name", list(OVERLAYS))
+
+
+@BOTH
+def test_lookups_find_the_closest_with_loss_and_dead_peers(name: str) -> None:
     async def scenario(seed: int) -> tuple[float, float, float]:
         network = Network(seed, Faults(loss=0.03))
-        peers = await cluster(network, 60)
+        peers = await cluster(network, 60, replace(LAN, overlay=name))
         await until(lambda: all(len(p.members.here()) == 60 for p in peers), 60)
         for victim in peers[40:]:
             await victim.crash()
@@ -402,7 +563,7 @@ def test_lookups_find_the_closest_with_loss_and_dead_peers() -> None:
         for _ in range(30):
             target = network.rng.randbytes(20)
             found = await network.rng.choice(living).overlay.find(target)
-            best = heapq.nsmallest(3, living, key=lambda p: distance(p.contact.id, target))
+            best = heapq.nsmallest(3, living, key=lambda p: far(name)(p.contact.id, target))
             right += len({c.id for c in found} & {p.contact.id for p in best})
             total += 3
             assert not {c.id for c in found} & {p.contact.id for p in peers[40:]}
@@ -417,11 +578,13 @@ def test_lookups_find_the_closest_with_loss_and_dead_peers() -> None:
     assert max(times) < 3.0
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_records_survive_the_loss_of_holders_and_move_to_newcomers(seed: int) -> None:
+def test_records_survive_the_loss_of_holders_and_move_to_newcomers(seed: int, name: str) -> None:
     async def scenario() -> None:
         network = Network(seed, Faults(loss=0.02))
-        peers = await cluster(network, 20)
+        config = replace(LAN, overlay=name)
+        peers = await cluster(network, 20, config)
         await until(lambda: all(len(p.members.here()) == 20 for p in peers), 60)
         key = key_of("home", "w1")
         await peers[1].records.publish({key: b"one"}, version=1)
@@ -435,7 +598,7 @@ def test_records_survive_the_loss_of_holders_and_move_to_newcomers(seed: int) ->
         found = await peers[8].records.fetch(key)
         assert sorted(r.value for r in found) == [b"one", b"two"]
         for index in range(20, 30):
-            newcomer = SimPeer(network, index)
+            newcomer = SimPeer(network, index, config)
             await newcomer.join(peers[0])
             peers.append(newcomer)
         await until(lambda: all(len(p.members.here()) >= 28 for p in peers), 60)
@@ -453,9 +616,10 @@ def test_records_survive_the_loss_of_holders_and_move_to_newcomers(seed: int) ->
     run(scenario())
 
 
-def test_a_leaving_holder_hands_its_records_on() -> None:
+@BOTH
+def test_a_leaving_holder_hands_its_records_on(name: str) -> None:
     async def scenario() -> None:
-        peers = await cluster(Network(2), 12)
+        peers = await cluster(Network(2), 12, replace(LAN, overlay=name))
         await until(lambda: all(len(p.members.here()) == 12 for p in peers), 60)
         key = key_of("blob", "x")
         await peers[1].records.publish({key: b"v"}, version=1)

@@ -216,6 +216,7 @@ def test_no_claim_starves_behind_higher_ranks() -> None:
         found.post(OTHER, claim(at, 1, rank_s=50.0), float(at))
         found.post(HOME, claim(1, 1, rank_s=0.0, waited_s=float(at)), float(at))
         redeemed = found.ticket(member(1, cores=1), Ticket(Capacity(1000, 2**34)), float(at))
+        found.tell(peer_id(1), float(at))
         if redeemed[0].home == HOME:
             assert at > 10, "ranks count, too"
             return
@@ -243,10 +244,10 @@ def test_few_units_go_where_their_inputs_are_then_to_the_least_loaded() -> None:
 
 
 def redeemed(found: Market, cores: int, at: float) -> int:
-    """Units, by a ticket of so many cores."""
-    return sum(
-        r.count for r in found.ticket(member(1, cores=4), Ticket(Capacity(1000 * cores)), at)
-    )
+    """Units, by a ticket of so many cores; its peer is told to say more."""
+    rows = found.ticket(member(1, cores=4), Ticket(Capacity(1000 * cores)), at)
+    found.tell(peer_id(1), at)
+    return sum(row.count for row in rows)
 
 
 def test_what_crosses_on_its_way_is_not_met_twice() -> None:
@@ -269,8 +270,8 @@ def test_an_offer_that_was_lost_is_wanted_again_and_one_without_room_too() -> No
     assert found.post(HOME, claim(1, 2), 0.0)[0].promised == 2
     assert redeemed(found, 4, 0.5) == 0
     redeemed(found, 0, 0.5)
-    found.post(HOME, claim(1, 2), 0.5 + LAN.claim_refresh_s)
-    assert redeemed(found, 4, 3.0) == 2
+    [(_, again)] = found.post(HOME, claim(1, 2), 0.5 + LAN.claim_refresh_s)[1]
+    assert again.count == 2, "nobody waited, so it was not asked to say more: it may be idle"
     found.short(HOME, 1, 2)
     assert redeemed(found, 4, 3.1) == 2
     found.sanity_check()
@@ -286,6 +287,43 @@ def test_soft_state_goes_away_by_itself() -> None:
     assert len(found) == 0
     assert not found.ticket(member(1), Ticket(Capacity(2000, 2**32)), 9.0)
     assert not found.active(100.0)
+
+
+def test_tickets_are_wanted_while_a_claim_waits_and_a_while_after() -> None:
+    found = market()
+    full = Ticket(Capacity())
+    peer = member(1, cores=4)
+    found.ticket(peer, full, 0.0)
+    assert found.tell(peer_id(1), 0.0) == 0.0, "nobody waits"
+    assert found.unheard(0.0) == [peer_id(1)]
+    found.post(HOME, claim(1, 2), 0.5)
+    assert found.tell(peer_id(1), 0.5) == LAN.ticket_wanted_s
+    assert not found.unheard(0.5)
+    assert redeemed(found, 4, 1.0) == 2
+    assert found.tell(peer_id(1), 3.5) == LAN.ticket_wanted_s - 3.0, "the last one waited at 0.5"
+
+
+def test_who_is_silent_by_the_owners_word_is_taken_for_idle() -> None:
+    """Else its last ticket, which said that it was full, would stand for ever."""
+    found = market()
+    found.ticket(member(1, cores=4), Ticket(Capacity()), 0.0)
+    found.tell(peer_id(1), 0.0)
+    assert not found.post(HOME, claim(1, 1), 0.1)[1], "it has just said so"
+    found.post(HOME, claim(1, 1, offered=1), 0.2)  # it has what it wants
+    later = 0.2 + LAN.claim_answer_s + LAN.ticket_wanted_s
+    [(peer, row)] = found.post(HOME, claim(2, 3), later)[1]
+    assert (peer, row.count) == (peer_id(1), 3)
+
+
+def test_a_tenth_of_its_cores_may_wait_however_long_it_takes() -> None:
+    found = market()
+    ticket = Ticket(Capacity(), 0.0, 1000, 4000)
+    found.post(HOME, claim(1, 9, runtime_s=3600.0), 0.0)
+    assert sum(row.count for row in found.ticket(member(1, cores=40), ticket, 0.1)) == 4
+    assert not found.ticket(member(1, cores=40), ticket._replace(queue_cores=900), 0.2)
+    unknown = market()
+    unknown.post(HOME, claim(1, 9), 0.0)
+    assert not unknown.ticket(member(1, cores=40), ticket, 0.1), "nobody knows how long it takes"
 
 
 def test_a_large_need_is_held_a_place_beside_a_stream_of_small_ones() -> None:

@@ -113,7 +113,7 @@ class Keeping:
         others = [m.contact.id for m in self.members.here() if m.state == State.ALIVE]
         wanted = odd(min(self.config.keepers, len(others)))
         others.remove(me)
-        return (me, *closest(workflow, others, wanted - 1))
+        return (me, *closest(workflow, others, wanted - 1, self.config.overlay))
 
     def found(
         self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool, named: bool

@@ -12,7 +12,7 @@ import heapq
 import random
 from collections.abc import Iterable
 
-from ..overlay.table import distance
+from ..overlay.overlays import far
 
 PLACE_DIGITS = 4
 
@@ -31,6 +31,7 @@ def place(workflow: str) -> bytes:
     return start + digest[len(start) :]
 
 
-def closest(workflow: str, peers: Iterable[bytes], count: int) -> list[bytes]:
-    at = place(workflow)
-    return heapq.nsmallest(count, peers, key=lambda peer: distance(peer, at))
+def closest(workflow: str, peers: Iterable[bytes], count: int, overlay: str) -> list[bytes]:
+    """By that overlay's way of measuring."""
+    at, measure = place(workflow), far(overlay)
+    return heapq.nsmallest(count, peers, key=lambda peer: measure(peer, at))

@@ -88,5 +88,6 @@ class Tending:
             others = [k for k in now if k != me]
             return tuple(k for k in now if k != others[-1])
         if len(now) < aim and free:
-            return (*now, closest(replica.workflow, free, 1)[0])
+            overlay = self._keeping.config.overlay
+            return (*now, closest(replica.workflow, free, 1, overlay)[0])
         return now

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 from ..config import Config
 from ..messages import Ack, Contact, FindPeers, FoundPeers, Ping
@@ -22,21 +23,57 @@ from .table import Table, distance
 UNSORTED_MAX = 1024
 
 
+class Routes(Protocol):
+    """Whom a peer knows: `table.Table`, or what another overlay has in its place."""
+
+    def touch(self, contact: Contact) -> bool: ...
+    def saw(self, contact: Contact) -> Contact | None: ...
+    def missed(self, peer: bytes) -> None: ...
+    def remove(self, peer: bytes) -> None: ...
+    def contacts(self) -> list[Contact]: ...
+    def closest(
+        self, target: bytes, count: int, without: Collection[bytes] = ()
+    ) -> list[Contact]: ...
+    def is_among_closest(self, peer: bytes, target: bytes, count: int) -> bool: ...
+
+
+class Way(Protocol):
+    """A lookup: `lookup.Lookup`, or another overlay's."""
+
+    @property
+    def over(self) -> bool: ...
+    def next(self) -> list[Contact]: ...
+    def answered(self, peer: bytes, found: Iterable[Contact]) -> None: ...
+    def failed(self, peer: bytes) -> None: ...
+    def result(self) -> list[Contact]: ...
+
+
 class Overlay:
+    #: how far a peer is from a key: the closest ones are its owners
+    far: Callable[[bytes, bytes], int] = staticmethod(distance)
+
     def __init__(self, rpc: Rpc, rng: random.Random, config: Config) -> None:
-        self._table = Table(rpc.me.id, config.bucket_size)
         self._unsorted: dict[bytes, Contact | None] = {}  # the latest last; None: it is gone
         # What the failure detector says: who is there by its word is not pinged by this one's, too
         self.is_alive: Callable[[bytes], bool] = lambda peer: False
         self._rpc = rpc
         self._rng = rng
         self._config = config
+        self._table = self._make_table()
         self._checks: set[asyncio.Task[None]] = set()
         self._checking: set[bytes] = set()
         rpc.on(FindPeers, self._find_peers)
 
+    def _make_table(self) -> Routes:
+        return Table(self._rpc.me.id, self._config.bucket_size)
+
+    def _make_lookup(self, target: bytes, count: int) -> Way:
+        config = self._config
+        start = self.table.closest(target, max(config.lookup_width, count))
+        return Lookup(target, start, count, config.lookup_width, config.lookup_calls_max)
+
     @property
-    def table(self) -> Table:
+    def table(self) -> Routes:
         """As of now."""
         self._sort()
         return self._table
@@ -88,8 +125,7 @@ class Overlay:
         """The closest peers to a key, nearest first; this peer counts among them."""
         count = wanted or self._config.lookup_wanted
         config = self._config
-        start = self.table.closest(target, max(config.lookup_width, count))
-        lookup = Lookup(target, start, count, config.lookup_width, config.lookup_calls_max)
+        lookup = self._make_lookup(target, count)
         running: dict[asyncio.Task[FoundPeers], Contact] = {}
         try:
             while not lookup.over:
@@ -108,10 +144,10 @@ class Overlay:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         found = [*lookup.result(), self._rpc.me]
-        found.sort(key=lambda c: distance(c.id, target))
+        found.sort(key=lambda c: self.far(c.id, target))
         return found[:count]
 
-    def _take(self, lookup: Lookup, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
+    def _take(self, lookup: Way, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
         try:
             answer = task.result()
         except CallFailed:

@@ -68,7 +68,7 @@ GRID = replace(
     claim_refresh_s=60.0,  # nobody dies here
     claim_ttl_s=10_000.0,
     ticket_refresh_s=600.0,
-    ticket_wanted_s=100_000.0,
+    ticket_wanted_s=60.0,
     ticket_hold_after_s=1e9,
     queue_s_max=0.0,
     lease_ttl_s=60.0,
@@ -85,9 +85,12 @@ class Experiment:
 
     def config(self) -> Config:
         if self.mode == "interval":
-            return replace(GRID, ticket_on_change=False, ticket_refresh_s=self.interval_s)
-        if self.mode == "centralised":  # one cell, so one owner
-            return replace(GRID, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6)
+            return replace(
+                GRID, ticket_on_change=False, ticket_refresh_s=self.interval_s, queue_share=0.0
+            )
+        if self.mode == "centralised":  # one cell, so one owner; it need not plan ahead
+            one = replace(GRID, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6)
+            return replace(one, queue_share=0.0)
         if self.mode in NON_COOPERATIVE:
             return replace(GRID, queue_s_max=1e12, queue_units_max=10**9, patience_s=1e12)
         return GRID
@@ -241,7 +244,8 @@ class Site:
     # as a broker
 
     def estimate(self, unit: Unit) -> float | None:
-        return None
+        """As a user might say: about as long as any other."""
+        return sum(MI) / 2 / SPEED
 
     def placed(self, batch: list[Placed]) -> None:
         by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}

@@ -15,8 +15,7 @@ from statistics import mean
 
 from protocols.config import LAN
 from protocols.messages import Contact, FindPeers, FoundPeers
-from protocols.overlay.kademlia import Overlay
-from protocols.overlay.lookup import Lookup
+from protocols.overlay.kademlia import Overlay, Way
 from protocols.overlay.table import distance
 from protocols.rpc import Rpc
 from sim.loop import run_out
@@ -52,7 +51,7 @@ class _Node(Overlay):
         found = await self.find(key, 1)
         return self._depths[found[0].id], found[0].id
 
-    def _take(self, lookup: Lookup, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
+    def _take(self, lookup: Way, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
         if task.exception() is None:
             depth = self._depths[contact.id] + 1
             for other in task.result().contacts:

@@ -84,7 +84,10 @@ class Booth:
         # half of what was queued has begun: before it runs dry
         queued_s = self._config.queue_s_max - ticket.queue_s
         queued_before_s = self._config.queue_s_max - told.queue_s
-        return queued_s < queued_before_s / 2 and queued_before_s > QUEUED_S_MIN
+        if queued_s < queued_before_s / 2 and queued_before_s > QUEUED_S_MIN:
+            return True
+        most = int(self._config.queue_share * self._members.me.capacity.millicores)
+        return most - ticket.queue_cores < (most - told.queue_cores) / 2
 
     async def run(self) -> None:
         config, rng = self._config, self._rng

@@ -65,7 +65,9 @@ class _Booked:
     free: Capacity
     queue_s: float = 0.0
     queue_units: int = 0
-    heard: bool = True  # False: believed to be idle, because nothing else is known yet
+    queue_cores: int = 0
+    told_until: float = -math.inf  # until then its peer says when it has more room
+    believed_until: float = -math.inf  # after that it is taken for idle
     meets: dict[Needs, bool] = field(default_factory=dict)
 
 
@@ -73,6 +75,7 @@ class Market:
     def __init__(self, key: bytes, config: Config, rng: random.Random) -> None:
         self.key = key
         self.active_at = 0.0  # when a claim was last here
+        self._waited_at = -math.inf  # when one last had to wait
         self.tickets: dict[bytes, _Booked] = {}
         self._config = config
         self._rng = rng
@@ -123,7 +126,12 @@ class Market:
             if standing.left and (idle or moves):
                 self._line_up(standing)
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
-        found = self._serve(standing, now) if self._config.ticket_on_change else []
+        found: list[Match] = []
+        if self._config.ticket_on_change:
+            for booked in self.tickets.values():
+                if booked.believed_until <= now:
+                    booked.free = booked.member.capacity
+            found = self._serve(standing, now)
         needs = claim.needs.capacity
         free = sum(
             slots(booked.free, needs)
@@ -178,18 +186,41 @@ class Market:
 
     def expect(self, member: Member) -> None:
         """It lives here, and has not said anything yet: for the time being, take it for idle."""
-        self.tickets[member.contact.id] = _Booked(member, member.capacity, heard=False)
+        self.tickets[member.contact.id] = _Booked(member, member.capacity)
 
     def left_of(self, peer: bytes) -> Ticket:
         booked = self.tickets[peer]
-        return Ticket(booked.free, booked.queue_s, booked.queue_units)
+        return Ticket(booked.free, booked.queue_s, booked.queue_units, booked.queue_cores)
 
-    def unheard(self) -> list[bytes]:
-        return [peer for peer, booked in self.tickets.items() if not booked.heard]
+    def unheard(self, now: float) -> list[bytes]:
+        """Those that are silent: nobody has told them that anything is wanted."""
+        return [peer for peer, booked in self.tickets.items() if booked.told_until <= now]
 
-    def heard(self, peer: bytes) -> None:
-        if peer in self.tickets:
-            self.tickets[peer].heard = True
+    def tell(self, peer: bytes, now: float) -> float:
+        """For how long this peer is to say when it has more room."""
+        wanted_s = self.wanted_s(now)
+        booked = self.tickets.get(peer)
+        if booked is not None:
+            booked.told_until = now + wanted_s
+            booked.believed_until = max(booked.believed_until, booked.told_until)
+        return wanted_s
+
+    def wanted_s(self, now: float) -> float:
+        """For how long tickets are wanted here: while a claim waits, and a while after."""
+        if self.waits():
+            self._waited_at = now
+        return max(0.0, self._waited_at + self._config.ticket_wanted_s - now)
+
+    def waits(self) -> bool:
+        """Some claim that is here has not all it wants."""
+        for needs in list(self._lines):
+            line = self._lines[needs]
+            while line and not _counts(line[0]):
+                heapq.heappop(line)
+            if line:
+                return True
+            del self._lines[needs]
+        return False
 
     def active(self, now: float) -> bool:
         """Somebody wants something here, or did a moment ago."""
@@ -209,10 +240,12 @@ class Market:
 
     def _ahead(self, booked: _Booked, claim: Claim) -> int:
         """Units that may wait in its queue: of those whose run time is known, a little work."""
-        if claim.runtime_s is None or booked.queue_s <= 0:
+        if claim.runtime_s is None:
             return 0
         places = min(booked.queue_units, self._config.leases_max)
-        return min(int(booked.queue_s / max(1e-5, _share_s(booked, claim))), places)
+        by_time = int(booked.queue_s / max(1e-5, _share_s(booked, claim)))
+        by_share = booked.queue_cores // max(1, claim.needs.capacity.millicores)
+        return max(0, min(places, max(by_time, by_share)))
 
     def _avoids(self, standing: _Standing, peer: bytes, now: float) -> bool:
         patient = now - standing.since < self._config.ticket_hold_after_s
@@ -227,6 +260,8 @@ class Market:
         if queued:
             booked.queue_s = max(0.0, booked.queue_s - queued * _share_s(booked, claim))
             booked.queue_units -= queued
+            cores = queued * claim.needs.capacity.millicores
+            booked.queue_cores = max(0, booked.queue_cores - cores)
         standing.matched += count + queued
         standing.matched_at = now
         return booked.member.contact.id, self._redemption(standing, count + queued)
@@ -313,7 +348,8 @@ class Market:
         known = self.tickets.get(peer)
         if known is None or known.member is not member:
             known = self.tickets[peer] = _Booked(member, ticket.free)
-        known.free, known.queue_s, known.queue_units = ticket
+        known.free, known.queue_s, known.queue_units, known.queue_cores = ticket
+        known.believed_until = max(known.told_until, now + self._config.claim_answer_s)
         rows: list[Redemption] = []
         left = self._config.leases_max  # no peer leases more at a time
         for queued in (False, True):

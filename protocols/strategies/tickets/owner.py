@@ -1,9 +1,10 @@
 """The owner of cells: takes claims and tickets, and tells tickets' peers what to redeem.
 
 Every peer is one, for the cells whose control points are closest to its id. Rules:
-- A cell where nobody wants anything is silent: no ticket is posted to it. The first claim wakes it:
-  its owner knows from the members who lives there, takes them for idle, and asks them to redeem
-  what that gives; each answers with what it really has, and says from then on when it has more.
+- A cell where no claim waits is silent: no ticket is posted to it, and who lives there (its owner
+  knows them from the members) is taken for idle. What a claim meets of that is redeemed, or comes
+  back short; a claim that must wait has all that are silent asked: each answers with what it really
+  has, and says when it has more for as long as claims wait, and a while after.
 - A ticket is not matched while its peer has not yet answered what it was to redeem before: what it
   says meanwhile may be older than that.
 - Nothing here is on disk, or copied: a cell whose owner dies begins anew at the next closest peer,
@@ -124,30 +125,27 @@ class Owner:
                 market = self._open(cell)
             if market is None or member is None:
                 continue
-            wanted_s = max(wanted_s, self._wanted_s(market, now))
             if self._asked[cell, sender.id]:
                 taken = False
             else:
                 rows += market.ticket(member, ticket, now)
                 ticket = market.left_of(sender.id)
+            wanted_s = max(wanted_s, market.tell(sender.id, now))
         self.counts["notifications"] += sum(row.count for row in rows)
         for cell, claims in short.items():
             self._redeem(cell, self.markets[cell].serve_again(claims, sender.id, now))
         return TicketPosted.of(tuple(rows), wanted_s, taken)
 
-    def _wanted_s(self, market: Market, now: float) -> float:
-        return max(0.0, market.active_at + self._config.ticket_wanted_s - now)
-
     def _redeem(self, cell: bytes, found: list[Match]) -> None:
-        """Ask those that were matched; and those of whom nothing has been heard yet."""
+        """Ask those that were matched; and, if that was not enough, those that are silent."""
         market = self.markets.get(cell)
         by_peer: dict[bytes, list[Redemption]] = defaultdict(list)
         for peer, row in found:
             by_peer[peer].append(row)
         for peer, rows in by_peer.items():
             self._spawn(self._ask(cell, peer, tuple(rows)))
-        if market is not None and self._config.ticket_on_change:
-            for peer in market.unheard():
+        if market is not None and self._config.ticket_on_change and market.waits():
+            for peer in market.unheard(self._now()):
                 if peer not in by_peer:
                     self._spawn(self._ask(cell, peer, ()))
 
@@ -158,10 +156,10 @@ class Owner:
             if market is None or contact is None:
                 return
             self._asked[cell, peer] += 1
-            market.heard(peer)
+            wanted_s = market.tell(peer, self._now())
             self.counts["redeems"] += 1
             self.counts["notifications"] += sum(row.count for row in rows)
-            message = Redeem.of(rows, self._wanted_s(market, self._now()))
+            message = Redeem.of(rows, wanted_s)
             try:
                 answer = await self._rpc.call(
                     contact, message, Redeemed, self._config.claim_answer_s

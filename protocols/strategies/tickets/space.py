@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from ...config import Config
 from ...matching import slots, unmet
 from ...members import Members, State
 from ...messages import Capacity, Member, Needs, Traits
-from ...overlay.table import distance
+from ...overlay.overlays import far
 
 #: counts within this share of a step between two numbers of shards are taken for both
 NEAR = 0.2
@@ -107,6 +106,7 @@ class Space:
     def __init__(self, members: Members, config: Config) -> None:
         self._members = members
         self._config = config
+        self._far = far(config.overlay)
         # These are empty while nobody wants to know: then changes cost nothing
         self._counts: Counter[Coordinates] = Counter()
         self._reaches: dict[Needs, list[Reach]] = {}
@@ -132,7 +132,7 @@ class Space:
         for key, owner in list(self._owners.items()):
             if new.state != State.ALIVE and owner == peer:
                 del self._owners[key]
-            elif new.state == State.ALIVE and distance(peer, key) < distance(owner, key):
+            elif new.state == State.ALIVE and self._far(peer, key) < self._far(owner, key):
                 self._owners[key] = peer
 
     def cells_of(self, member: Member) -> list[Cell]:
@@ -179,14 +179,10 @@ class Space:
             alive = alive or [self._members.me.contact.id]
             if len(self._owners) >= OWNERS_MAX:
                 self._owners.clear()
-            found = self._owners[key] = closest(key, alive)
+            found = self._owners[key] = min(alive, key=lambda peer: self._far(peer, key))
         return found
 
 
 def _lives(member: Member) -> tuple[bool, Capacity, Traits]:
     """Whether it is here, and where."""
     return member.state <= State.SUSPECT, member.capacity, member.traits
-
-
-def closest(key: bytes, peers: Iterable[bytes]) -> bytes:
-    return min(peers, key=lambda peer: distance(peer, key))
