@@ -141,7 +141,7 @@ def _sample_messages() -> Iterator[messages.Message]:
     ticket = Ticket(Capacity(1000), 0.5, 10)
     yield PostClaims(claims=(claim,))
     yield PostTicket(cells=(_ME,), ticket=ticket, short=((_ME, _ME, 1, 1),))
-    yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0)
+    yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0, waits=False)
     yield Offer(claim=1, cell=_ME, leases=(1, 2))
     yield Reserve(asks=(Room(needs, 3, 0.5),))
     yield Offers(grants=(Grant((1, 2), 1, 0.1),), free=Capacity(1000), ttl_s=5.0)

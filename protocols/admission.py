@@ -237,8 +237,8 @@ class Admission:
         return granted, ahead_s + granted * each_s
 
     def _queue_share(self) -> int:
-        """Thousandths of cores for which more may wait, however long it takes: of ten units that
-        run one ends within a tenth of their time."""
+        """Thousandths of cores for which more may wait, however long it takes: of five units
+        that run one ends within a fifth of their time."""
         return max(0, int(self._config.queue_share * self.capacity.millicores) - self._queued_cores)
 
     def _backlog_s(self) -> float:

@@ -78,9 +78,8 @@ class Config:
     # How much work may wait at a peer beyond what runs: enough to hide a round trip, little enough
     # that an idle peer elsewhere is not missed for long.
     queue_s_max: float = 0.5
-    queue_share: float = (
-        0.1  # or for so much of its cores: as many come free in a tenth of the time
-    )
+    # Or for so much of its cores: of what runs, as much ends in a fifth of its time.
+    queue_share: float = 0.2
     queue_units_max: int = 1000
     holds_max: int = 2  # units that may wait for a peer to drain for them, see admission
     backfill_s_max: float = 2.0  # how long a unit at the queue's head may be overtaken
@@ -147,7 +146,7 @@ class Config:
     ticket_on_change: bool = True  # False: at its times only, as in the paper
     ticket_gather_s: float = 0.001  # what comes free within this goes in one ticket
     ticket_refresh_s: float = 5.0  # with jitter, while somebody wants to know
-    ticket_wanted_s: float = 10.0  # after the last claim a cell wants tickets for so long
+    ticket_wanted_s: float = 10.0  # while a claim waits, tickets are wanted for so long at a time
     ticket_hold_after_s: float = 3.0  # a claim that waited so long asks for a place in a queue
 
 

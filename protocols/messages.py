@@ -705,10 +705,12 @@ class TicketPosted(Message):
 
 @numbered(54)
 class Redeem(Message):
-    """From a cell's owner, to whom it believes to have room: offer it to these homes."""
+    """From a cell's owner, to whom it believes to have room: offer it to these homes. If somebody
+    waits, or this is more than there is room for: for `wanted_s`, say when there is more."""
 
     redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)]
     wanted_s: Seconds
+    waits: bool = True
 
 
 @numbered(55)
@@ -744,3 +746,13 @@ class Offer(Message):
     cell: Key
     leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
     queued: Natural = 0  # how many of them, the last ones, wait in the queue
+
+
+@numbered(60)
+class Shortfall(Message):
+    """To a home: peers that were thought to be idle were not, so fewer units of its claim than were
+    promised have room in this cell. May be lost: it says again what it wants."""
+
+    claim: Natural
+    cell: Key
+    promised: Natural

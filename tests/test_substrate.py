@@ -79,8 +79,8 @@ def test_values_that_a_newer_version_has_made_longer_are_read_as_far_as_known() 
         1, 2, 0, "9.9",
     )  # fmt: skip
     assert read_member(msgpack.packb(member)) == known
-    hello = decode(msgpack.packb([VERSION, 0, 7, Hello.number, member, "news"])).message
-    assert hello == Hello(member=known)
+    hello = decode(msgpack.packb([VERSION, 0, 7, Hello.number, member, "chord", "news"])).message
+    assert hello == Hello(member=known, overlay="chord")
     wrong = (contact, 5, *member[2:])
     with pytest.raises(Malformed):
         read_member(msgpack.packb(wrong))

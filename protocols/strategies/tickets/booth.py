@@ -144,13 +144,14 @@ class Booth:
                     self._short.append((row.cell, row.home, row.claim, row.count - offered))
             if answer.redemptions:
                 self._told = self._ticket()
-        self._wanted_until = max(self._wanted_until, self._now() + wanted_s)
+        self._wanted_until = self._now() + wanted_s
         if self._is_more():
             self._wake.set()  # it came meanwhile
 
     def _redeem(self, sender: Contact, message: Redeem) -> Redeemed:
-        self._wanted_until = max(self._wanted_until, self._now() + message.wanted_s)
         offered = tuple(map(self._offer, message.redemptions))
+        if message.waits or sum(offered) < sum(row.count for row in message.redemptions):
+            self._wanted_until = max(self._wanted_until, self._now() + message.wanted_s)
         self._told = self._ticket()
         self._wake.set()  # from here on it is posted now and then
         return Redeemed.of(offered, self._told)

@@ -37,6 +37,7 @@ from ...messages import (
     PostClaims,
     Prospect,
     ReturnLeases,
+    Shortfall,
 )
 from ...rpc import CallFailed, Rpc
 from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
@@ -115,6 +116,7 @@ class Tickets:
         self._look_s = LOOK_S_MIN
         self._wake = asyncio.Event()
         rpc.on(Offer, self._offer)
+        rpc.on(Shortfall, self._shortfall)
         members.listen(self._member_changed, at_stake=self._waiting.groups)
 
     # ----------------------------------------------------------------- the interface
@@ -363,6 +365,14 @@ class Tickets:
                 self._wake.set()  # nothing more is wanted; or soon it is known how long it takes
         if placed:
             self._on_placed(placed)
+
+    def _shortfall(self, sender: Contact, message: Shortfall) -> None:
+        post = self._ids.get(message.claim)
+        stall = post.stalls.get(message.cell) if post is not None else None
+        if stall is not None and stall.promised > message.promised:
+            stall.promised = max(stall.offered, message.promised)
+            self.counts["shortfalls"] += 1
+            self._wake.set()
 
     def _group_for(self, post: _Post) -> Group | None:
         """Its own; or, as its units' run times are known by now, another of the same needs."""

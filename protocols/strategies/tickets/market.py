@@ -37,6 +37,7 @@ LINE_SLACK = 64
 #: a claim whose units are younger by less than this keeps its place
 ORDER_S_MIN = 0.5
 UNITS_MAX = 2**31
+IDLE = Capacity()
 #: work of less than this goes to one peer
 CHUNK_S = 0.01
 
@@ -66,8 +67,9 @@ class _Booked:
     queue_s: float = 0.0
     queue_units: int = 0
     queue_cores: int = 0
-    told_until: float = -math.inf  # until then its peer says when it has more room
-    believed_until: float = -math.inf  # after that it is taken for idle
+    base: Capacity = IDLE  # what was free when it was last known
+    at: float = -math.inf  # and when that was
+    told_until: float = -math.inf  # until then its peer says when it has more
     meets: dict[Needs, bool] = field(default_factory=dict)
 
 
@@ -75,13 +77,13 @@ class Market:
     def __init__(self, key: bytes, config: Config, rng: random.Random) -> None:
         self.key = key
         self.active_at = 0.0  # when a claim was last here
-        self._waited_at = -math.inf  # when one last had to wait
         self.tickets: dict[bytes, _Booked] = {}
         self._config = config
         self._rng = rng
         self._claims: dict[ClaimKey, _Standing] = {}
         self._lines: dict[Needs, list[tuple[float, int, _Standing]]] = {}
         self._count = 0
+        self._runtime_s = config.claim_answer_s
         self._left_before = (-1.0, 0)
 
     def __len__(self) -> int:
@@ -128,9 +130,10 @@ class Market:
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
         found: list[Match] = []
         if self._config.ticket_on_change:
+            self._pace(claim.runtime_s)
             for booked in self.tickets.values():
-                if booked.believed_until <= now:
-                    booked.free = booked.member.capacity
+                if booked.told_until <= now:
+                    self._guess(booked, now)
             found = self._serve(standing, now)
         needs = claim.needs.capacity
         free = sum(
@@ -171,6 +174,11 @@ class Market:
             if idle and standing.left:
                 self._line_up(standing)
 
+    def promised(self, home: bytes, claim: int) -> int | None:
+        """Units of a claim; None if it has all that it wants."""
+        standing = self._claims.get((home, claim))
+        return standing.matched if standing is not None and standing.left else None
+
     def serve_again(self, claims: Iterable[ClaimKey], but: bytes, now: float) -> list[Match]:
         """Of these some units came up short at that peer: perhaps there is room at another."""
         found: list[Match] = []
@@ -192,24 +200,34 @@ class Market:
         booked = self.tickets[peer]
         return Ticket(booked.free, booked.queue_s, booked.queue_units, booked.queue_cores)
 
+    def _pace(self, runtime_s: float | None) -> None:
+        """How long tasks take here, of late."""
+        runtime_s = self._config.claim_answer_s if runtime_s is None else runtime_s
+        self._runtime_s += (runtime_s - self._runtime_s) / 8
+
+    def _guess(self, booked: _Booked, now: float) -> None:
+        """What a silent peer has free: of what ran when it was last heard of, as much has ended as
+        time has passed. To guess too much costs a redemption in vain; too little, a question."""
+        passed = min(1.0, (now - booked.at) / max(1e-3, self._runtime_s))
+        rows = zip(booked.base, booked.member.capacity, strict=True)
+        booked.free = Capacity(*(have + int((most - have) * passed) for have, most in rows))
+
     def unheard(self, now: float) -> list[bytes]:
         """Those that are silent: nobody has told them that anything is wanted."""
         return [peer for peer, booked in self.tickets.items() if booked.told_until <= now]
 
     def tell(self, peer: bytes, now: float) -> float:
-        """For how long this peer is to say when it has more room."""
-        wanted_s = self.wanted_s(now)
+        """For how long this peer is to say when it has more room: while a claim waits, that is."""
+        wanted_s = self._config.ticket_wanted_s if self.waits() else 0.0
         booked = self.tickets.get(peer)
         if booked is not None:
             booked.told_until = now + wanted_s
-            booked.believed_until = max(booked.believed_until, booked.told_until)
         return wanted_s
 
-    def wanted_s(self, now: float) -> float:
-        """For how long tickets are wanted here: while a claim waits, and a while after."""
-        if self.waits():
-            self._waited_at = now
-        return max(0.0, self._waited_at + self._config.ticket_wanted_s - now)
+    def told(self, peer: bytes, until: float) -> None:
+        """It knows that it is to say when it has more room."""
+        if peer in self.tickets:
+            self.tickets[peer].told_until = until
 
     def waits(self) -> bool:
         """Some claim that is here has not all it wants."""
@@ -262,6 +280,7 @@ class Market:
             booked.queue_units -= queued
             cores = queued * claim.needs.capacity.millicores
             booked.queue_cores = max(0, booked.queue_cores - cores)
+        booked.base, booked.at = booked.free, now
         standing.matched += count + queued
         standing.matched_at = now
         return booked.member.contact.id, self._redemption(standing, count + queued)
@@ -349,7 +368,7 @@ class Market:
         if known is None or known.member is not member:
             known = self.tickets[peer] = _Booked(member, ticket.free)
         known.free, known.queue_s, known.queue_units, known.queue_cores = ticket
-        known.believed_until = max(known.told_until, now + self._config.claim_answer_s)
+        known.base, known.at = known.free, now
         rows: list[Redemption] = []
         left = self._config.leases_max  # no peer leases more at a time
         for queued in (False, True):

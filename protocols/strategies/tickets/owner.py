@@ -30,6 +30,7 @@ from ...messages import (
     Redeem,
     Redeemed,
     Redemption,
+    Shortfall,
     Ticket,
     TicketPosted,
 )
@@ -133,8 +134,19 @@ class Owner:
             wanted_s = max(wanted_s, market.tell(sender.id, now))
         self.counts["notifications"] += sum(row.count for row in rows)
         for cell, claims in short.items():
-            self._redeem(cell, self.markets[cell].serve_again(claims, sender.id, now))
+            self._serve_again(cell, claims, sender.id)
         return TicketPosted.of(tuple(rows), wanted_s, taken)
+
+    def _serve_again(self, cell: bytes, claims: list[ClaimKey], but: bytes) -> None:
+        """Elsewhere in this cell; for what is left, their homes look into other cells."""
+        market = self.markets.get(cell)
+        if market is None:
+            return  # nobody wants anything there any more
+        self._redeem(cell, market.serve_again(claims, but, self._now()))
+        for home, claim in dict.fromkeys(claims):
+            promised, contact = market.promised(home, claim), self._members.contact(home)
+            if promised is not None and contact is not None and self._config.ticket_on_change:
+                self._rpc.tell(contact, Shortfall(claim=claim, cell=cell, promised=promised))
 
     def _redeem(self, cell: bytes, found: list[Match]) -> None:
         """Ask those that were matched; and, if that was not enough, those that are silent."""
@@ -156,10 +168,10 @@ class Owner:
             if market is None or contact is None:
                 return
             self._asked[cell, peer] += 1
-            wanted_s = market.tell(peer, self._now())
+            sent_at, waits = self._now(), bool(market.tell(peer, self._now()))
             self.counts["redeems"] += 1
             self.counts["notifications"] += sum(row.count for row in rows)
-            message = Redeem.of(rows, wanted_s)
+            message = Redeem.of(rows, self._config.ticket_wanted_s, waits)
             try:
                 answer = await self._rpc.call(
                     contact, message, Redeemed, self._config.claim_answer_s
@@ -178,11 +190,14 @@ class Owner:
                 if done < row.count:
                     market.short(row.home, row.claim, row.count - done)
                     short.append((row.home, row.claim))
-            if short:
-                self._redeem(cell, market.serve_again(short, peer, self._now()))
             member = self._members.get(peer)
             if answer is None or member is None:
                 market.tickets.pop(peer, None)  # it is looked for again in a while
+            elif short:
+                market.told(peer, sent_at + self._config.ticket_wanted_s)
+            if short:
+                self._serve_again(cell, short, peer)
+            if answer is None or member is None:
                 return
             if self._asked[cell, peer]:
                 return  # it was asked more meanwhile: that answer says what is left
