@@ -8,12 +8,16 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import msgpack
 import pytest
 
 from peer.answers import Problem
-from protocols.keeping.replica import Replica
-from protocols.messages import Candidacy
+from protocols.keeping.keeping import Lead
+from protocols.keeping.replica import Replica, next_epoch
+from protocols.keeping.tending import Tending
+from protocols.messages import Candidacy, Contact, Elect, Entry, Keep, Kept, Slice
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
 from sim.world import FAULTS, Plan, World
@@ -174,6 +178,65 @@ def test_what_is_put_away_of_a_failed_submission_takes_no_later_one_with_it() ->
         assert kinds[:2] == ["keepers", "submitted"]
 
     run_out(scenario())
+
+
+def test_a_promise_that_is_not_on_disk_yet_is_not_forgotten_with_an_ended_copy() -> None:
+    """Seed 3049: memory let go of a journal that was over, and with it of a promise on its way to a
+    slow disk; the home before was believed once more, and two counted different entries."""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=1, faults=()))
+        host = world.add_host()
+        host.database.sync_s = 0.1
+        keeping, elections = host.enactment.keeping, host.enactment.elections
+        first, second = (Contact(bytes([n]) * 20, "10.9.9.9", 7000) for n in (1, 2))
+        keepers = msgpack.packb({"keepers": (first.id, second.id, host.id)})
+        about = {"name": "w", "owner": "me", "tasks": 1, "parts": 1, "zipped": False}
+        bodies = [
+            ("keepers", keepers),
+            ("submitted", msgpack.packb({**about, "document": b"{}"})),
+            ("ended", msgpack.packb({"state": "succeeded", "reason": ""})),
+        ]
+        epoch = next_epoch(0, first.id)
+        entries = tuple(Entry(n, epoch, 0.0, kind, body) for n, (kind, body) in enumerate(bodies))
+
+        def keep(sender: Contact) -> asyncio.Task[Kept]:
+            whole = Slice("w1", epoch, 0, 0, 3, entries)
+            return asyncio.ensure_future(keeping._keep(sender, Keep.of((whole,))))
+
+        one = keep(first)
+        await asyncio.sleep(0.01)
+        higher = Candidacy("w1", next_epoch(epoch, second.id), 3, epoch, False, epoch)
+        vote = asyncio.ensure_future(elections._elect(second, Elect(candidacies=(higher,))))
+        assert not (await one).stored[0].refusal
+        assert not vote.done(), "its promise is not on the disk yet"
+        late = keep(first)
+        assert (await vote).votes[0].granted
+        assert (await late).stored[0].refusal == "epoch"
+
+    run_out(scenario())
+
+
+def test_who_was_asked_in_and_can_not_keep_a_journal_is_left_out_again() -> None:
+    """Seed 3524: a lone keeper asked in a second, which had another journal of that name; the two
+    of them never agreed on anything any more."""
+    a, b, c, x = (bytes([n]) * 20 for n in range(4))
+    replica = Replica("w", count=6, starts=[(0, 1 << 32)], committed=5)
+    replica.configs = [(0, (a, b, c)), (5, (a, b, c, x))]
+    lead = Lead(1 << 32)
+    here = {a, b, c, x}
+    tending = Tending.__new__(Tending)
+    tending._keeping = SimpleNamespace(members=SimpleNamespace(is_here=here.__contains__))  # type: ignore[assignment]
+    assert tending._undone(replica, lead) == (), "it may still answer"
+    lead.strangers.add(x)
+    assert tending._undone(replica, lead) == (a, b, c)
+    lead.strangers.clear()
+    here.discard(x)
+    assert tending._undone(replica, lead) == (a, b, c)
+    replica.committed = 0
+    assert tending._undone(replica, lead) == (), "the set before may not be the one that counts"
+    replica.committed, replica.configs = 5, [(0, (a, b, c)), (5, (a, b))]
+    assert tending._undone(replica, lead) == (), "one that was let go is not brought back"
 
 
 def test_a_copy_that_stayed_behind_tells_nobody_that_it_is_out() -> None:

@@ -264,6 +264,8 @@ class Elections:
         if replica is None:  # chosen as a keeper, but has got nothing yet; or had, and gave it up
             replica = keeping.shelf.remains(workflow)
         promised = replica.promised
+        if keeping.is_closing(workflow):  # with what is promised now it would be forgotten, too
+            return Vote(workflow, False, promised, "the copy here is being put away", replica.home)
         if replica.excludes(candidate, asked):
             why = "you are no keeper of it any more"
             return Vote(workflow, False, promised, why, replica.home, outsider=True)

@@ -516,8 +516,11 @@ class Keeping:
                 continue
             if found.last and replica.promised == found.epoch:
                 self.drop(found.workflow)
-            elif replica.over:
-                del self.replicas[found.workflow]  # nothing more is to come: the disk has it
+            elif replica.over and replica.promised == found.epoch:
+                # Nothing more is to come, and the disk has it: also what was promised. (Another
+                # home may have been promised a higher epoch meanwhile: that may not be on the disk
+                # yet, and must not be forgotten before it is.)
+                del self.replicas[found.workflow]
                 self.on_put_away(replica.keepers)
         return Kept.of(tuple(stored))
 

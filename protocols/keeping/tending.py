@@ -52,6 +52,10 @@ class Tending:
         # an entry of this epoch must be on a majority before the set may change: until then a set
         # that an earlier home has begun to change may still be the one that counts
         settled = replica.epoch_at(replica.committed - 1) == lead.epoch
+        if settled and not replica.config_agreed:
+            before = self._undone(replica, lead)
+            if before:
+                self._keeping.changes(replica.workflow, before)
         if not settled or not replica.config_agreed:
             return
         keepers = self.wanted(replica, lead)
@@ -62,6 +66,21 @@ class Tending:
             self._keeping.let_go(replica, lead)  # if it is over, and nothing more is to be done
             return
         self._keeping.changes(replica.workflow, keepers)
+
+    def _undone(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
+        """The set as it was, if one was asked in that will never have a copy, or is gone: with it
+        an even set may lack the majority that could let it go again.
+
+        Safe, though the larger set was never agreed on: only these two sets are in play, and any
+        majority of the one has a peer in common with any majority of the other."""
+        if len(replica.configs) < 2 or replica.configs[-2][0] >= replica.committed:
+            return ()
+        before, now = replica.configs[-2][1], replica.keepers
+        [*added] = set(now) - set(before)
+        if len(added) != 1 or len(now) != len(before) + 1:
+            return ()
+        lost = added[0] in lead.strangers or not self._keeping.members.is_here(added[0])
+        return before if lost else ()
 
     def wanted(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
