@@ -23,7 +23,7 @@ from protocols.config import PRESETS
 from protocols.liveness import Liveness
 from protocols.members import Members, State
 from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
-from protocols.overlay.overlays import OVERLAYS
+from protocols.overlay.overlays import MADE_BY
 from protocols.records import Records
 from protocols.rpc import CallFailed, Refused, Rpc
 
@@ -125,7 +125,7 @@ class Daemon:
             contact=me, http=url, capacity=capacity, traits=traits, boot=boot, version=VERSION
         )
         self.members = Members(member, config)
-        self.overlay = OVERLAYS[config.overlay](self.rpc, rng, config)
+        self.overlay = MADE_BY[config.overlay](self.rpc, rng, config)
         self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)

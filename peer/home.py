@@ -779,12 +779,16 @@ class Home:
         rivals: set[str],
     ) -> None:
         """Results that count now."""
+        level = run.level
         run.counts_now("finished", body)
         for task, ended in wins:
             if task.id in rivals and task.state == WON:
                 self._drop_others(run, task, ended.key.number)
         self._keep_twice(run, [task for task, _ in wins])
         if self._active.get(run.id) is not run:
+            return
+        if run.level > level:  # all that waited for that
+            self._place_ready(run)
             return
         ready = {
             child: run.tasks[child]
@@ -841,9 +845,10 @@ class Home:
             self._mend_those(run, [task])
 
     def _skip_behind(self, run: Run, failed: str) -> None:
-        doomed = [
-            (t, "skipped", f"it depends on {failed}, which failed") for t in run.doomed_by(failed)
-        ]
+        why = f"it depends on {failed}, which failed"
+        if run.levels:
+            why = f"levels are strict, and {failed}, in one above, failed"
+        doomed = [(t, "skipped", why) for t in run.doomed_by(failed)]
         if doomed:
             self._write(run, "skipped", {"tasks": doomed})
 

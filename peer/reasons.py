@@ -55,4 +55,8 @@ def _missing(run: Run, task: TaskState) -> list[str]:
             made = makers.get(parent)
             what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
             reasons.append(f"{what} ({above.state})")
+    if not reasons and run.levels and run.levels[task.id] > run.level:
+        left = run.left_in[run.level]
+        tasks = "task of it is" if left == 1 else "tasks of it are"
+        reasons.append(f"levels are strict, and {left} {tasks} not done: level {run.level + 1}")
     return reasons

@@ -19,7 +19,7 @@ from typing import Any
 
 from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value
 from workflow.model import Needs, Task, Workflow
-from workflow.plan import upward_ranks
+from workflow.plan import levels, upward_ranks
 
 from .policies import Again, Policies
 
@@ -114,6 +114,10 @@ class Run:
             task: TaskState(task, missing=len(workflow.parents[task])) for task in workflow.tasks
         }
         self.counts: Counter[str] = Counter(waiting=len(self.tasks))
+        self.levels = levels(workflow) if workflow.strict else {}
+        # of each level, how many results do not count yet; and the first level that lacks some
+        self.left_in: Counter[int] = Counter(self.levels.values())
+        self.level = 0
         self.staged: dict[str, File] = {}
         # name → what it waits for
         self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
@@ -139,6 +143,10 @@ class Run:
                 if verdict == "succeeded":
                     for child in self.children[row[0][1]]:
                         self.tasks[child].missing -= 1
+                    if self.levels:
+                        self.left_in[self.levels[row[0][1]]] -= 1
+            while self.levels and self.left_in[self.level] <= 0 and self.level in self.left_in:
+                self.level += 1
         elif kind == "staged":
             for name, *_ in body["files"]:
                 self.unstaged.pop(name, None)
@@ -243,6 +251,9 @@ class Run:
             ):  # else another of its gang has failed, and `retries` bound both
                 task.failures = 0
             self._set(task, "waiting")
+            if self.levels:
+                self.left_in[self.levels[name]] += 1
+                self.level = min(self.level, self.levels[name])
             for child in self.children[name]:
                 self.tasks[child].missing += 1
                 if self.tasks[child].state in ("pending", "retrying"):
@@ -288,6 +299,8 @@ class Run:
 
     def is_ready(self, task: TaskState) -> bool:
         if task.state not in ("waiting", "retrying") or task.missing or self.over:
+            return False
+        if self.levels and self.levels[task.id] > self.level:
             return False
         inputs = self.workflow.tasks[task.id].inputs
         return not self.unstaged or not any(name in self.unstaged for name in inputs)
@@ -364,6 +377,11 @@ class Run:
 
     def doomed_by(self, name: str) -> Iterator[str]:
         """All that can't run any more because this one failed."""
+        if self.levels:  # its level is never done
+            below = self.levels[name]
+            later = [t for t, level in self.levels.items() if level > below]
+            yield from (t for t in later if self.tasks[t].state not in FINAL)
+            return
         seen = {name}
         stack = [name]
         while stack:

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from protocols.config import PRESETS
-from protocols.overlay.overlays import OVERLAYS
+from protocols.config import OVERLAYS, PRESETS
 from workflow import quantities
 
 Size = Annotated[int, BeforeValidator(quantities.size_bytes)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: two ways to find who owns a key: see protocols/overlay
+OVERLAYS = ("kademlia", "chord")
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 
-from protocols.config import LAN
-from protocols.overlay.overlays import OVERLAYS
+from protocols.config import LAN, OVERLAYS
 from workflow.model import STRATEGIES
 
 from .loop import run_out
@@ -159,7 +158,7 @@ def main() -> int:
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     known = [name for name in STRATEGIES if name != "auto"]
     parser.add_argument("--strategy", choices=known, default=default.strategy)
-    parser.add_argument("--overlay", choices=list(OVERLAYS), default=default.overlay)
+    parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)
     names = f"some of {','.join(FAULTS)}; or perish; or none"
     parser.add_argument("--faults", default="", help=names)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")

@@ -7,6 +7,7 @@ at once when something is wrong, and in the end whether all has come right.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -27,6 +28,22 @@ def maker_of(file: str) -> str | None:
     """In the workflows of this world: the task that makes a file; None for an input."""
     _, _, place = file.partition(".")
     return f"t{place}" if place else None
+
+
+def layer_of(task: str) -> int:
+    return int(task[1:].partition(".")[0])
+
+
+def _strict_layers(body: dict[str, Any]) -> Counter[int]:
+    """Of a workflow whose levels are strict: the tasks of each; else nothing."""
+    found: Counter[int] = Counter()
+    if body["parts"] == 1:
+        text = zlib.decompress(body["document"]) if body["zipped"] else body["document"]
+        document = json.loads(text)
+        if document.get("levels") == "strict":
+            for name, task in document["tasks"].items():
+                found[layer_of(name)] += task["peers"]
+    return found
 
 
 class Violation(AssertionError):
@@ -52,6 +69,7 @@ class _Story:
     given_back: set[tuple[str, int]] = field(default_factory=set)  # and those begun anew
     winners: dict[str, int] = field(default_factory=dict)  # task → its attempt
     staged: set[bytes] = field(default_factory=set)
+    layers: Counter[int] = field(default_factory=Counter)
     ended: str = ""
 
 
@@ -169,6 +187,8 @@ class Ledger:
             for task, number, peer, _ in body["attempts"]:
                 story.started.add((task, number, peer, entry.epoch))
             self._begun(workflow, story, entry.seq, body["attempts"])
+        elif entry.kind == "submitted":
+            story.layers = _strict_layers(body)
         elif entry.kind == "staged":
             story.staged.update(row[1] for row in body["files"])
         elif entry.kind == "ended":
@@ -229,12 +249,23 @@ class Ledger:
                     raise Violation(f"{key} runs with an input that was never agreed on")
             elif (file.name, file.hash) not in story.made:
                 raise Violation(f"{key} runs with {file.name}, which {maker} is not agreed to have")
+        if story.layers and not self.lax:
+            self._in_turn(key, story)
         own = work.epoch % 2**TAG_BITS == zlib.crc32(host.id)  # this very peer's, as its home
         given = (key.task, key.number, host.id, work.epoch)
         if not own and given not in story.started and forced(work.epoch) == story.era:
             raise Violation(f"{key} was given away before that was agreed on")
         if host.workshop.running >= host.slots:
             raise Violation(f"peer {host.index} runs more than it has room for")
+
+    def _in_turn(self, key: AttemptKey, story: _Story) -> None:
+        """Where levels are strict: all of those above are done."""
+        mine = layer_of(key.task)
+        above = sum(count for layer, count in story.layers.items() if layer < mine)
+        done = sum(layer_of(task) < mine for task in story.ever_won)
+        if done < above:
+            raise Violation(f"{key} runs when {above - done} tasks of strict levels above do not")
+        self.counts["in_turn"] += 1
 
     def ends(self, host: Host, work: Work) -> None:
         """An attempt has run to its end; what it made is not told to anybody yet."""

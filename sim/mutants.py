@@ -302,3 +302,17 @@ def a_result_of_an_earlier_round_counts() -> list[Patch]:
         take(self, run, peer, outcomes)
 
     return [(Home, "_take", lax)]
+
+
+@mutant
+def strict_levels_do_not_wait() -> list[Patch]:
+    ready = Run.is_ready
+
+    def lax(self: Any, task: Any) -> bool:
+        levels, self.levels = self.levels, {}
+        try:
+            return ready(self, task)
+        finally:
+            self.levels = levels
+
+    return [(Run, "is_ready", lax)]

@@ -16,7 +16,7 @@ from protocols.config import LAN, Config
 from protocols.liveness import Liveness
 from protocols.members import Members
 from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
-from protocols.overlay.overlays import OVERLAYS
+from protocols.overlay.overlays import MADE_BY
 from protocols.records import Records
 from protocols.rpc import CallFailed, Rpc
 
@@ -177,7 +177,7 @@ class SimPeer:
             boot=boot,
         )
         self.members = Members(member, config)
-        self.overlay = OVERLAYS[config.overlay](self.rpc, rng, config)
+        self.overlay = MADE_BY[config.overlay](self.rpc, rng, config)
         self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)

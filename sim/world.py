@@ -444,6 +444,7 @@ class World:
         return {
             "name": f"w{number}",
             "strategy": self.plan.strategy,
+            "levels": "strict" if rng.random() < 0.2 else None,
             "inputs": {"words": {"text": "hello"}},
             "tasks": tasks,
         }

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from protocols.config import LAN, Config
+from protocols.config import LAN, OVERLAYS, Config
 from protocols.members import State
 from protocols.messages import Contact, Done, File, Leave, Member, Ping, Record, Refusal, Vacancy
 from protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup, clockwise
 from protocols.overlay.lookup import Lookup
-from protocols.overlay.overlays import OVERLAYS, far
+from protocols.overlay.overlays import MADE_BY, far
 from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
 from protocols.rpc import Refused, Rpc, Unreachable
@@ -131,6 +131,10 @@ def test_a_circle_knows_its_successors_and_predecessors_and_the_first_of_each_do
         assert first is None or first.id in circle, f"the finger at 2^{bit}"
     circle.remove(ahead[0].id)
     assert circle.successors()[0] == ahead[1]
+
+
+def test_every_overlay_has_its_name() -> None:
+    assert tuple(MADE_BY) == OVERLAYS
 
 
 def test_who_stands_on_a_key_follows_it() -> None:
@@ -546,7 +550,7 @@ def test_who_missed_a_death_long_ago_hears_of_it_by_an_exchange() -> None:
 
 
 #: the same is to be true of each
-BOTH = pytest.mark.parametrize("name", list(OVERLAYS))
+BOTH = pytest.mark.parametrize("name", OVERLAYS)
 
 
 @BOTH

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from protocols.config import OVERLAYS
 from workflow.model import STRATEGIES
 from workflow.problems import DocumentError
 from workflow.quantities import show_bytes, show_seconds
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     port = "of the first peer (8470, or any if that is taken)"
     sub.add_argument("--http-port", type=_port, default=0, help=port)
     sub.add_argument("--sandbox", default="off", help="off, or bwrap: what tasks run in")
+    found = "how peers find keys (kademlia)"
+    sub.add_argument("--overlay", choices=OVERLAYS, default="kademlia", help=found)
     sub.add_argument(
         "--grace", default="10s", help="how long tasks may finish when one peer gets SIGTERM (10s)"
     )
@@ -180,6 +183,7 @@ def _up(options: argparse.Namespace, display: Display) -> int:
             http_port=options.http_port,
             grace=options.grace,
             sandbox=options.sandbox,
+            overlay=options.overlay,
             fresh=options.fresh,
             detach=options.detach,
         ),

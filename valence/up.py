@@ -40,6 +40,7 @@ class Options:
     http_port: int
     grace: str
     sandbox: str
+    overlay: str
     fresh: bool
     detach: bool
 
@@ -193,6 +194,7 @@ class _Supervisor:
             "disk": options.disk,
             "grace": options.grace,
             "sandbox": options.sandbox,
+            "overlay": options.overlay,
             "port": port,
         }
         if index == 0:

@@ -123,6 +123,7 @@ class _Reader:
             name=head["name"],
             description=head.get("description", ""),
             policies=tuple(head.get("policies", ())),
+            strict=head.get("levels") == "strict",
             strategy=head.get("strategy", "auto"),
             deadline=None if head.get("deadline") is None else str(head["deadline"]),
             inputs=self.inputs,

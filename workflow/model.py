@@ -88,6 +88,7 @@ class Workflow:
     producers: Mapping[str, str]  # file → the task that makes it
     description: str = ""
     policies: tuple[str, ...] = ()
+    strict: bool = False  # level by level: none begins before all of the levels above are done
 
     def children(self) -> dict[str, Sequence[str]]:
         found: dict[str, list[str]] = {}

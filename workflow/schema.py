@@ -5,7 +5,7 @@ These models are also what `/openapi.json` describes, so the text in each field 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -154,6 +154,11 @@ class WorkflowDocument(_Strict):
     strategy: str = Field(default="auto", max_length=50)
     deadline: str | float | int | None = Field(
         default=None, description="A duration from submission, or a timestamp (ISO 8601)."
+    )
+    levels: Literal["strict"] | None = Field(
+        default=None,
+        description="strict: level by level, a task only when all of the levels before are done. "
+        "By default each as soon as what it takes is there.",
     )
     policies: list[str] = Field(
         default_factory=list,
