@@ -217,6 +217,27 @@ def test_a_promise_that_is_not_on_disk_yet_is_not_forgotten_with_an_ended_copy()
     run_out(scenario())
 
 
+def test_a_home_that_stands_for_election_is_not_followed_any_more() -> None:
+    """Seed 487 with five keepers: an entry of a home that had fallen came late, after its host was
+    back; all followed it, it was there, and its copy was too old to be elected."""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=2, faults=()))
+        home, keeper = world.add_host(), world.add_host()
+        await asyncio.sleep(2.0)
+        epoch = next_epoch(0, home.id)
+        replica = Replica("w1", promised=epoch, count=4, starts=[(0, epoch)], home=home.id)
+        replica.configs = [(0, (home.id, keeper.id))]
+        keeper.enactment.keeping.replicas["w1"] = replica
+        asked = Candidacy("w1", next_epoch(epoch, home.id), 2, epoch, True, epoch)
+        vote = keeper.enactment.elections._vote(home.id, asked, [])
+        assert not vote.granted
+        assert not replica.home, "and so the others stand themselves"
+        assert "w1" in keeper.enactment.elections._due
+
+    run_out(scenario())
+
+
 def test_who_was_asked_in_and_can_not_keep_a_journal_is_left_out_again() -> None:
     """Seed 3524: a lone keeper asked in a second, which had another journal of that name; the two
     of them never agreed on anything any more."""
