@@ -271,8 +271,8 @@ class Elections:
             return Vote(workflow, False, promised, why, replica.home, outsider=True)
         why = replica.why_not(asked) or self._loyal(replica, candidate)
         if why and candidate == replica.home and workflow in keeping.replicas:
-            # It asks to be elected, so it is not in office: what made this copy follow it was on its
-            # way since before it fell. (Nobody else would stand, as it is there.)
+            # It asks to be elected, so it is not in office: what made this copy follow it was on
+            # its way since before it fell. (Nobody else would stand, as it is there.)
             replica.home = b""
             self.vacant(workflow)
         if why and replica.over and workflow not in keeping.leads:
