@@ -21,6 +21,8 @@ from protocols.liveness import Liveness
 from protocols.members import Members
 from protocols.records import Records
 from protocols.rpc import Rpc
+from protocols.strategies.chemical.chemical import Chemical
+from protocols.strategies.chemical.layer import Layer
 from protocols.strategies.gangs import Gangs
 from protocols.strategies.probe import Probe
 from protocols.strategies.tickets.booth import Booth
@@ -95,7 +97,12 @@ class Enactment:
         self.home.use(self.tickets)
         executor = self.executor
         self.booth = Booth(rpc, members, self.space, rng, config, executor.reserve, executor.ticket)
-        self.executor.on_room = self.booth.changed
+        self.layer = Layer(rpc, members, liveness, rng, config, executor.ticket)
+        self.chemical = Chemical(
+            rpc, members, self.layer, rng, config, self.home.placed, self.home.estimate
+        )
+        self.home.use(self.chemical)
+        self.executor.on_room = self._room_changed
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
         self.archive = Archive(self.keeping, self.elections)
@@ -131,12 +138,18 @@ class Enactment:
             ("claims", self.tickets.run()),
             ("cells", self.owner.run()),
             ("booth", self.booth.run()),
+            ("layer", self.layer.run()),
+            ("captures", self.chemical.run()),
             ("given", self.home.given.watch()),
             ("slow", self.home.slow.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),
         ]
+
+    def _room_changed(self) -> None:
+        self.booth.changed()
+        self.layer.changed()
 
     def _stir(self) -> None:
         self._liveness.stir()
@@ -150,5 +163,6 @@ class Enactment:
         await self.executor.close()
         await self.home.close()
         await self.owner.close()
+        await self.layer.close()
         await self.keeping.close()
         await asyncio.sleep(0)

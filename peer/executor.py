@@ -138,7 +138,7 @@ class Executor:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
-        self.on_room: Callable[[], None] = lambda: None  # there may be more than before
+        self.on_room: Callable[[], None] = lambda: None  # there may be more than before, or less
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
         self._rpc = rpc
@@ -194,6 +194,7 @@ class Executor:
         """As if that home had asked for it."""
         grant = self._admission.reserve(home, room, self._now())
         self._set_timer()
+        self.on_room()
         return grant
 
     def ticket(self) -> Ticket:
@@ -204,6 +205,7 @@ class Executor:
         now = self._now()
         grants = tuple(self._admission.reserve(sender.id, room, now) for room in message.asks)
         self._set_timer()
+        self.on_room()
         return Offers(grants=grants, free=self._admission.free, ttl_s=self._lease_ttl_s)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:

@@ -75,6 +75,19 @@ class Config:
     sync_s_min: float = 0.5
     sync_s_max: float = 8.0
 
+    # --- the chemical layer
+    layer_rows_max: int = 4  # at a node: each peer has one, so the mean is one
+    layer_ttl_s: float = 25.0
+    layer_refresh_s: float = 8.0
+    layer_balance_s: float = 1.0  # before what is too much at a node goes on
+    layer_gap_s: float = 0.02  # between two words about oneself
+    layer_active_s: float = 60.0  # after the last one who wanted it
+    layer_wait_s: float = 5.0  # a wish, before it is said again
+    layer_wishes_max: int = 256
+    layer_walk_max: int = 64  # nodes, for one question
+    layer_sampled: int = 96
+    layer_fit_s: float = 5.0
+
     # --- admission
     lease_ttl_s: float = 5.0
     leases_max: int = 4096

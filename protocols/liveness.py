@@ -85,6 +85,7 @@ class Liveness:
         self._watching = False
         self._doubt = 0  # in this peer's own view of things
         self._late_s = 0.0
+        self.on_announced: Callable[[bytes], None] = lambda about: None
         self.watched: Callable[[], Iterable[bytes]] = tuple
         self._ticks = 0
         rpc.on(Ping, self._ping)
@@ -137,8 +138,7 @@ class Liveness:
             self._news.clear()
             return
         if members.speaker == self._rpc.me.id:
-            peers = [p for p in members.between(b"", LAST) if p != self._rpc.me.id]
-            self._send_on(peers, LAST, fresh, members.digest)
+            self._send_all(fresh)
             return
         contact = members.contact(members.speaker)
         try:
@@ -150,24 +150,34 @@ class Liveness:
             pass
         members.fresh.update(dict.fromkeys(fresh))  # to whoever speaks then
 
-    def _send_on(
-        self, peers: list[bytes], end: bytes, news: tuple[bytes, ...], digest: int
-    ) -> None:
+    def announce(self, about: bytes) -> None:
+        """All peers are to know it; this one, too. May not reach one or another."""
+        self._send_all((), about)
+        self.on_announced(about)
+
+    def announce_to(self, contact: Contact, about: bytes) -> None:
+        """To this one alone."""
+        self._rpc.tell(contact, Wave.of((), contact.id, self._members.digest, about))
+
+    def _send_all(self, news: tuple[bytes, ...], about: bytes = b"") -> None:
+        members = self._members
+        peers = [p for p in members.between(b"", LAST) if p != self._rpc.me.id]
+        self._send_on(peers, Wave.of(news, LAST, members.digest, about))
+
+    def _send_on(self, peers: list[bytes], wave: Wave) -> None:
         """To all of these, whose ids rise, by the first of each part of them."""
         width = self._config.wave_width
         size = -(-len(peers) // width) if len(peers) > 2 * width else 1
         for start in range(0, len(peers), size):
             part = peers[start : start + size]
-            after = peers[start + size] if start + size < len(peers) else end
-            self._spawn(self._send_part(part, after, news, digest))
+            after = peers[start + size] if start + size < len(peers) else wave.end
+            self._spawn(self._send_part(part, after, wave))
 
-    async def _send_part(
-        self, part: list[bytes], end: bytes, news: tuple[bytes, ...], digest: int
-    ) -> None:
+    async def _send_part(self, part: list[bytes], end: bytes, wave: Wave) -> None:
         while part:
             contact = self._members.contact(part[0])
             last = len(part) == 1
-            message = Wave.of(news, part[0] if last else end, digest)
+            message = Wave.of(wave.members, part[0] if last else end, wave.digest, wave.about)
             try:
                 if contact is not None and last:
                     self._rpc.tell(contact, message)
@@ -187,7 +197,9 @@ class Liveness:
             self._news.set()
         peers = self._members.between(me, message.end)
         if peers:
-            self._send_on(peers, message.end, message.members, message.digest)
+            self._send_on(peers, message)
+        if message.about:
+            self.on_announced(message.about)
         differs = message.digest != self._members.digest and not self._members.fresh
         if differs and now - self._last_sync >= self._sync_s:
             self._agree_with(sender, now)

@@ -29,6 +29,7 @@ Words = Annotated[tuple[Word, ...], Field(max_length=64)]
 Packed = Annotated[bytes, Field(max_length=8192)]
 TaskName = Annotated[str, Field(max_length=512)]
 FileName = Annotated[str, Field(max_length=1024)]
+Order = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
@@ -286,6 +287,23 @@ class Ticket(NamedTuple):
     queue_cores: Natural = 0
 
 
+class Scale(NamedTuple):
+    """Where values lie on the ring: orders that divide what there is into equal parts."""
+
+    version: Natural
+    points: Annotated[tuple[Order, ...], Field(max_length=64)]
+
+
+class Meta(NamedTuple):
+    """A resource, as the layer of the chemical space has it: `order` is its value and a tie."""
+
+    peer: PeerId
+    order: Order
+    version: Natural = 0
+    free: Capacity = Capacity()
+    queues: bool = False  # units of a known run time may wait there
+
+
 class Entry(NamedTuple):
     """One line of a workflow's journal. `seq` and `epoch` together name it for ever."""
 
@@ -437,6 +455,7 @@ class Wave(Message):
     members: tuple[Packed, ...]
     end: Key
     digest: int
+    about: Annotated[bytes, Field(max_length=4096)] = b""  # what else all are to know
 
 
 @numbered(11)
@@ -756,3 +775,67 @@ class Shortfall(Message):
     claim: Natural
     cell: Key
     promised: Natural
+
+
+@numbered(61)
+class Publish(Message):
+    """Resources whose place is here; and which of them are here no more, by their versions."""
+
+    metas: Annotated[tuple[Meta, ...], Field(max_length=64)]
+    gone: Annotated[tuple[tuple[PeerId, Natural], ...], Field(max_length=64)] = ()
+    scale: Natural = 0
+    hops: Natural = 0
+
+
+@numbered(62)
+class Published(Message):
+    scale: Scale | None = None  # a newer one
+
+
+@numbered(63)
+class Range(Message):
+    """Resources from one order on to below another, that have room for units of these needs: so
+    many units of it. If that is not to be had, for `wait_s` who asks is told what appears."""
+
+    low: Order
+    high: Order
+    needs: Needs
+    count: Annotated[int, Field(ge=1, le=100_000)]
+    each: Annotated[int, Field(ge=1, le=100_000)]  # at most, of one resource
+    queue: bool
+    wait_s: Seconds
+    scale: Natural = 0
+    again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
+
+
+@numbered(64)
+class Ranged(Message):
+    """In their order, each with the units it should have room for; `more`: the next peer, too."""
+
+    rows: Annotated[tuple[tuple[Meta, Natural], ...], Field(max_length=1000)]
+    more: bool
+    scale: Scale | None = None
+
+
+@numbered(65)
+class Appeared(Message):
+    """To one that waits: this resource has room for so many of its units."""
+
+    meta: Meta
+    needs: Needs
+    count: Natural
+
+
+@numbered(66)
+class Arouse(Message):
+    """To the speaker: somebody wants the layer. It has all peers told."""
+
+
+@numbered(67, repeatable=True)
+class Sample(Message):
+    """Where do you stand?"""
+
+
+@numbered(68)
+class Sampled(Message):
+    order: Order

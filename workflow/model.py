@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-STRATEGIES = ("auto", "probe", "tickets")
+STRATEGIES = ("auto", "probe", "tickets", "chemical")
 
 
 @dataclass(frozen=True, slots=True)

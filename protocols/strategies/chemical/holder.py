@@ -1,0 +1,117 @@
+"""What a ring node holds of the layer: a stretch of meta-molecules in their order. Pure.
+
+Rules:
+- One molecule of a peer; of two, the later version. They expire, and are said again before that.
+- A node holds a few (`layer_rows_max`). Of more, the last in their order go on to its successor,
+  after a moment and together: so the order along the ring stays what it was, and no node holds much
+  more than others for long, whatever the values are.
+- Who asks is given molecules, and nobody else is told of them: they are consumed. A resource that
+  was asked for room says anew where it stands; one that never was does so before long, too.
+- Who finds too little leaves a wish: it is told of what appears, the oldest wish first.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from ...config import Config
+from ...matching import slots
+from ...messages import Meta, Needs
+
+#: of units that may wait at a resource nobody knows how many: so many are tried
+QUEUED_TRY = 1000
+
+
+@dataclass(slots=True)
+class Wish:
+    home: bytes
+    needs: Needs
+    count: int
+    each: int
+    queue: bool
+    until: float
+
+
+def room(meta: Meta, needs: Needs, count: int, queue: bool) -> int:
+    """Units, of so many, that should find room at a resource."""
+    found = slots(meta.free, needs.capacity)
+    if queue and meta.queues:
+        found = max(found, QUEUED_TRY)
+    return min(count, found)
+
+
+class Stretch:
+    def __init__(self, config: Config) -> None:
+        self.wishes: dict[tuple[bytes, Needs], Wish] = {}
+        self._config = config
+        self._rows: list[tuple[float, bytes]] = []
+        self._metas: dict[bytes, Meta] = {}
+        self._until: dict[bytes, float] = {}
+        self._gone_on = (math.inf, -math.inf)  # the first that went on to the successor; until when
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, meta: Meta, now: float) -> bool:
+        """False: something newer is known."""
+        self.expire(now)
+        old = self._metas.get(meta.peer)
+        if old is not None and old.version > meta.version:
+            return False
+        self._drop(meta.peer)
+        insort(self._rows, (meta.order, meta.peer))
+        self._metas[meta.peer] = meta
+        self._until[meta.peer] = now + self._config.layer_ttl_s
+        return True
+
+    def surplus(self, now: float, most: float = math.inf) -> list[Meta]:
+        """What is to go on to the successor; nothing from the order `most` on: there the ring
+        begins anew, and order ends."""
+        self.expire(now)
+        spilled: list[Meta] = []
+        while (end := bisect_left(self._rows, (most, b""))) > self._config.layer_rows_max:
+            last = self._rows[end - 1][1]
+            spilled.append(self._metas[last])
+            self._drop(last)
+        if spilled:
+            first = min(found.order for found in spilled)
+            self._gone_on = (min(first, self.gone_on(now)), now + self._config.layer_ttl_s)
+        return spilled
+
+    def gone_on(self, now: float) -> float:
+        """From this order on they are at the successor."""
+        first, until = self._gone_on
+        return first if until > now else math.inf
+
+    def take(self, peer: bytes, version: int) -> bool:
+        """It is not here any more; False: it was not."""
+        found = self._metas.get(peer)
+        if found is None or found.version > version:
+            return False
+        self._drop(peer)
+        return True
+
+    def _drop(self, peer: bytes) -> None:
+        meta = self._metas.pop(peer, None)
+        if meta is not None:
+            del self._rows[bisect_left(self._rows, (meta.order, peer))], self._until[peer]
+
+    def between(self, low: float, high: float, now: float) -> list[Meta]:
+        """In their order."""
+        self.expire(now)
+        start = bisect_left(self._rows, (low, b""))
+        end = bisect_left(self._rows, (high, b""))
+        return [self._metas[peer] for _, peer in self._rows[start:end]]
+
+    def wish(self, wish: Wish, now: float) -> None:
+        for key in [key for key, old in self.wishes.items() if old.until <= now]:
+            del self.wishes[key]
+        if len(self.wishes) < self._config.layer_wishes_max:
+            self.wishes.setdefault((wish.home, wish.needs), wish).until = wish.until
+            self.wishes[wish.home, wish.needs].count = wish.count
+
+    def expire(self, now: float) -> None:
+        for peer in [peer for peer, until in self._until.items() if until <= now]:
+            self._drop(peer)

@@ -1,0 +1,80 @@
+"""Where on the ring a value lies: order is kept, and equal or skewed values are spread. Pure.
+
+A value (0 to 1, in steps) and a hash of the peer that has it make one number, its *order*: smaller
+values first, equal ones in an order of their own. A *scale* is a list of orders that divide what
+there is into equal parts; each part has as much of the ring as any other. So half of all peers with
+the same value lie on half of the ring, and the walk from one value to the next is what it would be
+if all values were different.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from ...messages import Scale
+from ...overlay.chord import SIZE
+
+STEPS = 1000
+TOP = STEPS + 1.0
+PARTS = 32
+#: until anything is known: what is idle has two fifths of the ring, what is full two fifths
+FIRST = Scale(0, (*(i / 13 for i in range(1, 14)), *(1 + i * 999 / 6 for i in range(1, 6)),
+                  *(STEPS + i / 13 for i in range(13))))  # fmt: skip
+
+
+def tie(peer: bytes) -> float:
+    digest = hashlib.blake2b(peer, digest_size=4, person=b"tie").digest()
+    return int.from_bytes(digest, "big") / 2**32
+
+
+def order(value: float, peer: bytes) -> float:
+    return min(STEPS, max(0, round(value * STEPS))) + tie(peer)
+
+
+def value_of(order: float) -> float:
+    return int(order) / STEPS
+
+
+def place(scale: Scale, order: float) -> float:
+    """Of the ring, from 0 to below 1; never less for a larger order."""
+    points = scale.points
+    part = bisect_right(points, order)
+    low = points[part - 1] if part else 0.0
+    high = points[part] if part < len(points) else TOP
+    inside = (order - low) / (high - low) if high > low else 0.0
+    return (part + min(max(inside, 0.0), 0.999999)) / (len(points) + 1)
+
+
+def key(start: bytes, scale: Scale, order: float) -> bytes:
+    """The place as an id; `start`: where the ring begins for this kind of value."""
+    at = (int.from_bytes(start, "big") + int(place(scale, order) * SIZE)) % SIZE
+    return at.to_bytes(len(start), "big")
+
+
+def order_at(scale: Scale, place: float) -> float:
+    """The other way round: the least order that does not lie before that place."""
+    parts = len(scale.points) + 1
+    part = min(parts - 1, max(0, int(place * parts)))
+    low = scale.points[part - 1] if part else 0.0
+    high = scale.points[part] if part < len(scale.points) else TOP
+    return low + (high - low) * (place * parts - part)
+
+
+def fit(version: int, sample: Iterable[float]) -> Scale | None:
+    """A scale for what these are a sample of; None: too few to say anything."""
+    found = sorted(min(TOP, max(0.0, order)) for order in sample)
+    if len(found) < 4:
+        return None
+    parts = min(PARTS, len(found) // 2)
+    points = tuple(found[i * len(found) // parts] for i in range(1, parts))
+    return Scale(version, points)
+
+
+def skew(scale: Scale, sample: Iterable[float]) -> float:
+    """How much of the sample lies in the fullest eighth of the ring, times eight."""
+    counts = [0] * 8
+    for found in sample:
+        counts[int(place(scale, found) * 8)] += 1
+    return 8 * max(counts) / max(1, sum(counts))
