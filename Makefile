@@ -26,6 +26,7 @@ $(VENV)/papers: $(VENV)/run
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[papers]' && touch $@
 papers: $(VENV)/papers  ## the experiments of the papers, as tables and plots; ARGS="--sizes 50,100" for less
 	@$(BIN)/python -m bench.papers.tickets $(ARGS)
+	@$(BIN)/python -m bench.papers.chemical
 $(VENV)/fuzz: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
 fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
@@ -35,6 +36,8 @@ soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARG
 	@$(BIN)/python -m sim --seeds 500 --peers 9 --keepers 5 --majority-lost 20 \
 		--faults crash,perish,stop,clog,lossy,slow-disk
 	@$(BIN)/python -m sim --seeds 1000 --strategy tickets
+	@$(BIN)/python -m sim --seeds 500 --strategy chemical
+	@$(BIN)/python -m sim --seeds 500 --strategy chemical --overlay chord
 	@$(BIN)/python -m sim --seeds 500 --mutants
 crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
 	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \

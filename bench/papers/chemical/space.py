@@ -1,0 +1,310 @@
+"""A community of nodes on the simulator: Valence's layer, strategy, admission and calls; tasks are
+timers.
+
+Section 4.1 of the paper: workflows of 3 to 10 levels, each of 1 to 15 tasks of 1 to 10 steps, sent
+to nodes whose computing power has no end (here: 64 cores each). A step is the time a message takes
+at most (4 ms). Two modes:
+
+- *default*: what Valence does. A task goes as soon as what it takes is there; a group of equal
+  tasks asks once; every node knows the others, so a place on the ring is one step away.
+- *paper*: level by level; each task asks for itself; a place on the ring is looked up, from finger
+  to finger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocols.admission import Admission
+from protocols.config import LAN
+from protocols.liveness import Liveness
+from protocols.members import Members
+from protocols.messages import (
+    AttemptKey,
+    Capacity,
+    Commit,
+    Committed,
+    Contact,
+    Member,
+    Needs,
+    Offers,
+    Reserve,
+    ReturnLeases,
+    Ticket,
+    Traits,
+    Work,
+)
+from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
+from protocols.rpc import Rpc
+from protocols.strategies.chemical.chemical import Chemical
+from protocols.strategies.chemical.layer import Layer
+from protocols.strategy import Placed, Unit
+from sim.loop import run_out
+from sim.network import Network
+
+STEP_S = 0.004
+CORES = 64
+LEVELS = (3, 10)
+WIDTH = (1, 15)
+STEPS = (1, 10)
+NEEDS = Needs(Capacity(1000))
+VIRTUAL_S_MAX = 3600.0
+CONFIG = replace(
+    LAN,
+    members_max=20_000,
+    layer_active_s=1000.0,
+    layer_refresh_s=300.0,  # nobody dies here
+    layer_ttl_s=1000.0,
+    layer_fit_s=0.5,
+    lease_ttl_s=60.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    nodes: int
+    workflows: int
+    mode: str = "default"  # or paper
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Result:
+    time_s: float  # mean over workflows, from submission to end
+    tasks: int
+    messages: int  # for scheduling: from the first submission to the last end
+    waking: int  # before that: all nodes say where they stand
+    best: float  # share of placements at the least loaded of the moment
+
+    @property
+    def per_task(self) -> float:
+        return self.messages / self.tasks
+
+
+class _Overlay(Ring):
+    """A ring whose tables are as stabilisation leaves them."""
+
+    def fill(self, contacts: list[Contact], ids: list[int]) -> None:
+        circle: Circle = self._circle
+        count = len(ids)
+        at = bisect_left(ids, int.from_bytes(self._rpc.me.id, "big"))
+        for step in range(1, NEAR + 1):
+            circle.saw(contacts[(at + step) % count])
+            circle.saw(contacts[(at - step) % count])
+        for bit in range(160 - count.bit_length() - 4, 160):
+            start = (ids[at] + (1 << bit)) % SIZE
+            circle.saw(contacts[bisect_left(ids, start) % count])
+
+
+class Node:
+    def __init__(self, space: Space, index: int, member: Member, view: Members) -> None:
+        self.space = space
+        self.member = member
+        self.rng = random.Random(f"{space.plan.seed} node {index}")
+        wire = space.network.wire(member.contact)
+        self.rpc = wire.rpc = Rpc(member.contact, wire, self.rng, CONFIG)
+        members = copy.copy(view)  # all that is known is shared: nobody comes or goes
+        members.me = member
+        members._listeners = []
+        liveness = Liveness(self.rpc, members, self.rng, CONFIG)
+        self.admission = Admission(member.capacity, member.traits, CONFIG)
+        self.layer = Layer(self.rpc, members, liveness, self.rng, CONFIG, self.ticket)
+        self.strategy = Chemical(
+            self.rpc, members, self.layer, self.rng, CONFIG, self.placed, lambda unit: None
+        )
+        if space.plan.mode == "paper":
+            self.overlay = _Overlay(self.rpc, self.rng, CONFIG)
+            self.layer.locate = self.locate
+        self.rpc.on(Reserve, self._reserve)
+        self.rpc.on(ReturnLeases, self._return_leases)
+        self.rpc.on(Commit, self._commit)
+
+    async def locate(self, key: bytes) -> bytes:
+        if not len(self.overlay.circle):
+            self.overlay.fill(self.space.contacts, self.space.ids)
+        return (await self.overlay.find(key, 1))[0].id
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def ticket(self) -> Ticket:
+        return Ticket(*self.admission.on_offer(self._now()))
+
+    # as a resource
+
+    def _reserve(self, sender: Contact, message: Reserve) -> Offers:
+        now = self._now()
+        self.space.captured(self)
+        grants = tuple(self.admission.reserve(sender.id, room, now) for room in message.asks)
+        self.layer.changed()
+        return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
+
+    def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
+        self.admission.give_back(sender.id, message.leases)
+        self.layer.changed()
+
+    def _commit(self, sender: Contact, message: Commit) -> Committed:
+        refused = []
+        for work in message.works:
+            verdict = self.admission.commit(sender.id, work.lease, work.key, self._now())
+            if verdict != "run":
+                refused.append((work.key, verdict))
+                continue
+            steps = self.space.steps[work.key.workflow, work.key.task]
+            loop = asyncio.get_running_loop()
+            loop.call_later(steps * STEP_S, self._end, sender, work.key)
+        return Committed(refused=tuple(refused))
+
+    def _end(self, home: Contact, key: AttemptKey) -> None:
+        self.admission.release(key)
+        self.layer.changed()
+        self.space.network.sent += 2  # it tells the home, which says that it heard
+        delay_s = self.space.network.faults.latency_s
+        asyncio.get_running_loop().call_later(delay_s, self.space.ended, key)
+
+    # as an entry point
+
+    def placed(self, batch: list[Placed]) -> None:
+        by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
+        for one in batch:
+            work = Work(one.unit.key, one.lease, one.unit.needs, command=("work",))
+            by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+        for contact, works in by_peer.values():
+            self.space.spawn(self._send(contact, works))
+
+    async def _send(self, contact: Contact, works: list[Work]) -> None:
+        answer = await self.rpc.call(contact, Commit(works=tuple(works)), Committed, 30.0)
+        assert not answer.refused, answer.refused
+
+
+class Space:
+    def __init__(self, plan: Experiment) -> None:
+        self.plan = plan
+        self.network = Network(plan.seed)
+        self.rng = random.Random(f"space {plan.seed} {plan.nodes} {plan.workflows}")
+        rng = random.Random(f"nodes {plan.seed}")
+        found = sorted(rng.randbytes(20) for _ in range(plan.nodes))
+        self.contacts = [
+            Contact(id, f"10.{n // 62500}.{n // 250 % 250}.{n % 250}", 7000)
+            for n, id in enumerate(found)
+        ]
+        self.ids = [int.from_bytes(id, "big") for id in found]
+        capacity = Capacity(1000 * CORES, 2**40)
+        members = [
+            Member(c, "http://x", capacity, Traits("x86_64", "linux")) for c in self.contacts
+        ]
+        view = Members(members[0], CONFIG)
+        for member in members:
+            view.apply(member, 0.0)
+        self.nodes = [Node(self, n, member, view) for n, member in enumerate(members)]
+        self.steps: dict[tuple[str, str], int] = {}
+        self.left: dict[str, int] = {}
+        self.parents: dict[tuple[str, str], set[str]] = {}
+        self.children: dict[tuple[str, str], list[str]] = {}
+        self.levels: dict[str, list[list[str]]] = {}
+        self.home: dict[str, Node] = {}
+        self.began: dict[str, float] = {}
+        self.times: list[float] = []
+        self.over = asyncio.Event()
+        self.best: list[bool] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def captured(self, node: Node) -> None:
+        """Is it among the least loaded, the moment that it is asked?"""
+        free = node.admission.free.millicores
+        sample = self.rng.sample(self.nodes, min(50, len(self.nodes)))
+        self.best.append(all(free >= other.admission.free.millicores - 1000 for other in sample))
+
+    def submit(self, number: int) -> None:
+        rng, workflow = self.rng, f"w{number}"
+        levels = [
+            [f"{level}.{i}" for i in range(rng.randint(*WIDTH))]
+            for level in range(rng.randint(*LEVELS))
+        ]
+        self.levels[workflow] = levels
+        self.left[workflow] = sum(map(len, levels))
+        self.home[workflow] = rng.choice(self.nodes)
+        self.began[workflow] = asyncio.get_running_loop().time()
+        above: list[str] = []
+        for level in levels:
+            for task in level:
+                self.steps[workflow, task] = rng.randint(*STEPS)
+                taken = rng.sample(above, min(len(above), rng.randint(1, 2)))
+                self.parents[workflow, task] = set(taken)
+                for parent in taken:
+                    self.children.setdefault((workflow, parent), []).append(task)
+            above = level
+        self.place(workflow, levels[0])
+
+    def place(self, workflow: str, tasks: Iterable[str]) -> None:
+        units = [Unit(AttemptKey(workflow, task, 1), NEEDS) for task in tasks]
+        home = self.home[workflow]
+        if self.plan.mode == "paper":  # each is a molecule of its own, at the owner of its id
+            for unit in units:
+                self.network.sent += 2
+                self.rng.choice(self.nodes).strategy.add([unit])
+        else:
+            home.strategy.add(units)
+
+    def ended(self, key: AttemptKey) -> None:
+        workflow = key.workflow
+        self.left[workflow] -= 1
+        if not self.left[workflow]:
+            self.times.append(asyncio.get_running_loop().time() - self.began[workflow])
+            if len(self.times) == self.plan.workflows:
+                self.over.set()
+            return
+        if self.plan.mode == "paper":
+            level = int(key.task.split(".")[0])
+            names = self.levels[workflow][level]
+            names.remove(key.task)
+            if not names:
+                self.network.sent += 2  # the next level's molecule is fetched and made READY
+                self.place(workflow, list(self.levels[workflow][level + 1]))
+            return
+        ready = []
+        for child in self.children.get((workflow, key.task), ()):
+            waiting = self.parents[workflow, child]
+            waiting.discard(key.task)
+            if not waiting:
+                ready.append(child)
+        if ready:
+            self.place(workflow, ready)
+
+    async def run(self) -> Result:
+        for node in self.nodes:
+            self.spawn(node.layer.run())
+            self.spawn(node.strategy.run())
+        await self.nodes[0].layer.want()
+        await asyncio.sleep(5.0)
+        waking = self.network.sent
+        for number in range(self.plan.workflows):
+            self.submit(number)
+        async with asyncio.timeout(VIRTUAL_S_MAX):
+            await self.over.wait()
+        messages = self.network.sent - waking
+        for node in self.nodes:
+            await node.layer.close()
+        for task in list(self._tasks):
+            task.cancel()
+        best = sum(self.best) / max(1, len(self.best))
+        return Result(statistics.mean(self.times), len(self.steps), messages, waking, best)
+
+
+def experiment(plan: Experiment) -> Result:
+    async def run() -> Result:
+        return await Space(plan).run()
+
+    return run_out(run())
