@@ -142,6 +142,10 @@ class Chemical:
             wanted = {meta.peer: (count, value_of(meta.order)) for meta, count in rows}
         avoid = group.avoid if len(wanted) > len(group.avoid & wanted.keys()) else frozenset()
         rows_left = {peer: row for peer, row in wanted.items() if peer not in avoid}
+        for peer in wanted.keys() - rows_left.keys():
+            contact = self._members.contact(peer)
+            if contact is not None:
+                self._let_be(contact)
         record = Placement(self.name, matching=matching, known=len(here))
         calls = [self._capture(group, peer, row, record) for peer, row in rows_left.items()]
         await asyncio.gather(*calls)
@@ -158,7 +162,10 @@ class Chemical:
     ) -> None:
         count, value = row
         contact = self._members.contact(peer)
-        if contact is None or not group.left:
+        if contact is None:
+            return
+        if not group.left:
+            self._let_be(contact)
             return
         top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
@@ -179,6 +186,10 @@ class Chemical:
         leases = grant.leases if grant is not None else ()
         record.asked.append((peer, len(leases), grant.refusal if grant is not None else ""))
         self._use(group, contact, leases, record, value)
+
+    def _let_be(self, contact: Contact) -> None:
+        """It is not wanted after all: it says anew where it stands, as it was consumed."""
+        self._rpc.tell(contact, ReturnLeases(leases=()))
 
     def _use(
         self,
