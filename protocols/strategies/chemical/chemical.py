@@ -87,9 +87,14 @@ class Chemical:
         self._wake.set()
 
     def _on_appeared(self, peer: bytes, needs: Needs, count: int) -> None:
-        if len(self._appeared) < self._config.layer_wishes_max:
+        wanted = any(group.needs == needs for group in self._waiting.groups.values())
+        if wanted and len(self._appeared) < self._config.layer_wishes_max:
             self._appeared[peer] = (needs, count)
             self._wake.set()
+            return
+        contact = self._members.contact(peer)
+        if contact is not None:
+            self._let_be(contact)
 
     async def run(self) -> None:
         while True:
