@@ -54,7 +54,7 @@ SKEW_MAX = 2.2  # by chance a hundred in eight parts hardly ever come to that
 #: units are dealt out to so many resources, if there are: one each of a few, more of many
 DEALT_TO = 32
 HOPS_MAX = 64
-IDLE_WALK_MAX = 8
+IDLE_WALK_MIN = 8
 AGAIN_S = 0.2
 ROWS_ANSWERED_MAX = 200
 POINTS_MAX = 64
@@ -374,7 +374,7 @@ class Layer:
         found: list[tuple[Meta, int]] = []
         wanted, most = count, self._config.layer_walk_max
         for low, high, nodes in (
-            (self._rng.random(), 1.0, IDLE_WALK_MAX),
+            (self._rng.random(), 1.0, min(most, IDLE_WALK_MIN + 2 * min(count, most))),
             (1.0, float(STEPS), most),
             (0.0, 1.0, most),
         ):
