@@ -103,6 +103,7 @@ class Enactment:
         )
         self.home.use(self.chemical)
         self.executor.on_room = self._room_changed
+        self.executor.on_consumed = self.layer.consumed
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
         self.archive = Archive(self.keeping, self.elections)

@@ -138,6 +138,7 @@ class Executor:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
+        self.on_consumed: Callable[[], None] = lambda: None  # see the chemical layer
         self.on_room: Callable[[], None] = lambda: None  # there may be more than before, or less
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
@@ -205,6 +206,8 @@ class Executor:
         now = self._now()
         grants = tuple(self._admission.reserve(sender.id, room, now) for room in message.asks)
         self._set_timer()
+        if message.consumed:
+            self.on_consumed()
         self.on_room()
         return Offers(grants=grants, free=self._admission.free, ttl_s=self._lease_ttl_s)
 

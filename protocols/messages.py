@@ -496,6 +496,7 @@ class FetchedRecords(Message):
 @numbered(20)
 class Reserve(Message):
     asks: Annotated[tuple[Room, ...], Field(max_length=64)]
+    consumed: bool = False  # this peer's molecule was, and is on the chemical layer no more
 
 
 @numbered(21)

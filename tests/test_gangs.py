@@ -381,6 +381,7 @@ def test_a_rank_whose_gang_was_given_up_does_not_run_for_ever() -> None:
         await until(lambda: all(task.state == "running" for task in ranks))
         first = {task.attempts[0].peer for task in ranks}
         cut = next(host for host in peers[1:] if host.id in first)
+        await until(lambda: bool(cut.workshop.running))  # it has heard of it
         network.cut.add(cut.id)
         await until(lambda: all(task.number == 2 and task.state == "running" for task in ranks))
         assert cut.workshop.running

@@ -239,7 +239,7 @@ class Gangs:
         room = Room(unit.needs, 1, self._estimate(unit), due_s, hold=hold, gang=gang.tag)
         try:
             limit_s = self._config.probe_answer_s if not hold else self._config.gang_renew_s
-            answer = await self._rpc.call(contact, Reserve.of((room,)), Offers, limit_s)
+            answer = await self._rpc.call(contact, Reserve(asks=(room,)), Offers, limit_s)
             grant = answer.grants[0] if answer.grants else Grant()
             gang.missed.pop(contact.id, None)
         except Refused:

@@ -62,7 +62,6 @@ CONFIG = replace(
     layer_active_s=1000.0,
     layer_refresh_s=300.0,  # nobody dies here
     layer_ttl_s=1000.0,
-    layer_fit_s=0.5,
     lease_ttl_s=60.0,
 )
 
@@ -143,7 +142,7 @@ class Node:
         now = self._now()
         self.space.captured(self)
         grants = tuple(self.admission.reserve(sender.id, room, now) for room in message.asks)
-        self.layer.changed()
+        self.layer.consumed()
         return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
@@ -288,7 +287,7 @@ class Space:
             self.spawn(node.layer.run())
             self.spawn(node.strategy.run())
         await self.nodes[0].layer.want()
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(15.0)  # until all have said where they stand, and the scale fits
         waking = self.network.sent
         for number in range(self.plan.workflows):
             self.submit(number)

@@ -183,7 +183,8 @@ class Chemical:
         )
         try:
             limit_s = self._config.lease_ttl_s / 2
-            answer = await self._rpc.call(contact, Reserve(asks=(room,)), Offers, limit_s)
+            message = Reserve(asks=(room,), consumed=True)
+            answer = await self._rpc.call(contact, message, Offers, limit_s)
         except CallFailed as error:
             record.asked.append((peer, 0, str(error)))
             return

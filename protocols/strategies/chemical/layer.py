@@ -192,6 +192,11 @@ class Layer:
             self._dirty = True
             self._wake.set()
 
+    def consumed(self) -> None:
+        """Its molecule was given to one who asks for room now: nobody needs to be told."""
+        self._at.clear()
+        self.changed()
+
     def _mine(self) -> tuple[float, Ticket]:
         ticket, me = self._ticket(), self._members.me
         return order(load(ticket, me, self._config.queue_s_max), me.contact.id), ticket
