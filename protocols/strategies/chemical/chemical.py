@@ -154,7 +154,7 @@ class Chemical:
         record = Placement(self.name, matching=matching, known=len(here))
         calls = [self._capture(group, peer, row, record) for peer, row in rows_left.items()]
         await asyncio.gather(*calls)
-        if group.left and record.asked and not appeared:
+        if group.left and not appeared and any(granted for _, granted, _ in record.asked):
             self._ask_at.pop(group.key, None)  # there was something: perhaps there is more
             self._wake.set()
         if group.left:
