@@ -55,10 +55,12 @@ class Stretch:
         return len(self._rows)
 
     def put(self, meta: Meta, now: float) -> bool:
-        """False: something newer is known."""
+        """False: something newer is known, or there are more than there can be peers."""
         self.expire(now)
         old = self._metas.get(meta.peer)
         if old is not None and old.version > meta.version:
+            return False
+        if old is None and len(self._rows) >= self._config.members_max:
             return False
         self._drop(meta.peer)
         insort(self._rows, (meta.order, meta.peer))

@@ -103,6 +103,7 @@ class Layer:
         self._asked_until = -1.0  # the speaker knows that it is wanted
         self._wake = asyncio.Event()
         self._balancing = False
+        self._fitting = False
         self._dirty = False  # something has changed here, or was asked for
         self._version = 0
         self._at: dict[bytes, Meta] = {}  # where this peer's own molecule is, at most one
@@ -150,7 +151,8 @@ class Layer:
         except (ValueError, TypeError, msgpack.UnpackException):
             self.counts["malformed"] += 1
             return
-        if not self.active:
+        if not self._fitting:
+            self._fitting = True
             self._spawn(self._fit())
         self._active_until = max(self._active_until, until)
         self._adopt(found)
@@ -167,6 +169,7 @@ class Layer:
         while True:
             await asyncio.sleep(self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random()))
             if not self.active:
+                self._fitting = False
                 return
             if self._members.speaker != self._rpc.me.id:
                 continue

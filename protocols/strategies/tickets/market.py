@@ -37,7 +37,7 @@ LINE_SLACK = 64
 #: a claim whose units are younger by less than this keeps its place
 ORDER_S_MIN = 0.5
 UNITS_MAX = 2**31
-IDLE = Capacity()
+NOTHING = Capacity()
 #: work of less than this goes to one peer
 CHUNK_S = 0.01
 
@@ -67,7 +67,7 @@ class _Booked:
     queue_s: float = 0.0
     queue_units: int = 0
     queue_cores: int = 0
-    base: Capacity = IDLE  # what was free when it was last known
+    base: Capacity = NOTHING  # what was free when it was last known
     at: float = -math.inf  # and when that was
     told_until: float = -math.inf  # until then its peer says when it has more
     meets: dict[Needs, bool] = field(default_factory=dict)

@@ -2,9 +2,10 @@
 
 Every peer is one, for the cells whose control points are closest to its id. Rules:
 - A cell where no claim waits is silent: no ticket is posted to it, and who lives there (its owner
-  knows them from the members) is taken for idle. What a claim meets of that is redeemed, or comes
-  back short; a claim that must wait has all that are silent asked: each answers with what it really
-  has, and says when it has more for as long as claims wait, and a while after.
+  knows them from the members) is taken for idle, or for what must have ended there since it was
+  heard of. What a claim meets of that is redeemed, or comes back short; a claim that must wait has
+  all that are silent asked: each answers with what it really has, and says when it has more for as
+  long as claims wait.
 - A ticket is not matched while its peer has not yet answered what it was to redeem before: what it
   says meanwhile may be older than that.
 - Nothing here is on disk, or copied: a cell whose owner dies begins anew at the next closest peer,
