@@ -144,10 +144,13 @@ def _sample_messages() -> Iterator[messages.Message]:
     yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0, waits=False)
     meta = messages.Meta(_ME, 14.5, 1, Capacity(1000), True)
     yield messages.Publish(metas=(meta,), gone=((_ME, 1),), scale=1)
+    scale, found = messages.Scale(2, (0.5, 1.0)), ((meta, 2),)
     yield messages.Range(
-        low=0.0, high=1000.0, needs=needs, count=3, each=1, queue=True, wait_s=5.0, scale=1
-    )
-    yield messages.Ranged(rows=((meta, 2),), more=True, scale=messages.Scale(2, (0.5, 1.0)))
+        home=_ME, id=7, low=0.0, high=1000.0, kind=needs, needs=needs, count=3, each=1, queue=True,
+        wait_s=5.0, scale=1, leg=1, nodes=9, empty=2, rows=found,
+    )  # fmt: skip
+    yield messages.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
+    yield messages.InUse(scale=scale, kinds=((needs, 5.0),))
     yield messages.Wave(members=(pack_member(member),), end=_ME, digest=7, about=b"x")
     yield messages.Shortfall(claim=1, cell=_ME, promised=2)
     yield Offer(claim=1, cell=_ME, leases=(1, 2))

@@ -23,6 +23,7 @@ from protocols.records import Records
 from protocols.rpc import Rpc
 from protocols.strategies.chemical.chemical import Chemical
 from protocols.strategies.chemical.layer import Layer
+from protocols.strategies.chemical.questions import Questions
 from protocols.strategies.gangs import Gangs
 from protocols.strategies.probe import Probe
 from protocols.strategies.tickets.booth import Booth
@@ -98,9 +99,11 @@ class Enactment:
         executor = self.executor
         self.booth = Booth(rpc, members, self.space, rng, config, executor.reserve, executor.ticket)
         self.layer = Layer(rpc, members, liveness, rng, config, executor.ticket)
+        self.questions = Questions(rpc, members, self.layer, rng, config)
         self.chemical = Chemical(
-            rpc, members, self.layer, rng, config, self.home.placed, self.home.estimate
-        )
+            rpc, members, self.layer, self.questions, rng, config,
+            self.home.placed, self.home.estimate,
+        )  # fmt: skip
         self.home.use(self.chemical)
         self.executor.on_room = self._room_changed
         self.executor.on_consumed = self.layer.consumed
@@ -164,6 +167,8 @@ class Enactment:
         await self.executor.close()
         await self.home.close()
         await self.owner.close()
+        await self.chemical.close()
+        await self.questions.close()
         await self.layer.close()
         await self.keeping.close()
         await asyncio.sleep(0)

@@ -138,7 +138,8 @@ class Executor:
         self.counts: Counter[str] = Counter()
         self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
-        self.on_consumed: Callable[[], None] = lambda: None  # see the chemical layer
+        #: see the chemical layer
+        self.on_consumed: Callable[[int, tuple[Room, ...]], None] = lambda version, asks: None
         self.on_room: Callable[[], None] = lambda: None  # there may be more than before, or less
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
@@ -207,12 +208,14 @@ class Executor:
         grants = tuple(self._admission.reserve(sender.id, room, now) for room in message.asks)
         self._set_timer()
         if message.consumed:
-            self.on_consumed()
+            self.on_consumed(message.molecule, message.asks)
         self.on_room()
         return Offers(grants=grants, free=self._admission.free, ttl_s=self._lease_ttl_s)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
         self._admission.give_back(sender.id, message.leases, message.gangs)
+        if not message.leases and not message.gangs:
+            self.on_consumed(0, ())  # it was given away, and is not wanted after all
         self._news.set()
         self._advance()
 

@@ -84,7 +84,11 @@ class Config:
     layer_active_s: float = 60.0  # after the last one who wanted it
     layer_wait_s: float = 5.0  # a wish, before it is said again
     layer_wishes_max: int = 256
-    layer_walk_max: int = 64  # nodes, for one question
+    layer_walk_max: int = 64  # nodes, for one leg of a question
+    layer_empty_max: int = 20  # in a row: there is hardly anything behind them
+    layer_answer_s: float = 1.0  # at most; a question without an answer is asked again, carefully
+    layer_dry_s: float = 0.25  # where no peer was idle, none is looked for
+    layer_kinds_max: int = 12  # sorts of peers that are asked for at once
     layer_sampled: int = 96
     layer_fit_s: float = 5.0
 

@@ -26,6 +26,7 @@ machine or network is not loaded further, and nobody is declared dead for being 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterable
@@ -155,9 +156,11 @@ class Liveness:
         self._send_all((), about)
         self.on_announced(about)
 
-    def announce_to(self, contact: Contact, about: bytes) -> None:
+    async def announce_to(self, contact: Contact, about: bytes) -> None:
         """To this one alone."""
-        self._rpc.tell(contact, Wave.of((), contact.id, self._members.digest, about))
+        with contextlib.suppress(CallFailed):  # who is gone again need not know
+            message = Wave.of((), contact.id, self._members.digest, about)
+            await self._rpc.call(contact, message, Done, 2.0)
 
     def _send_all(self, news: tuple[bytes, ...], about: bytes = b"") -> None:
         members = self._members

@@ -361,9 +361,10 @@ class Members:
         found = order[bisect_right(order, start) : bisect_left(order, end)]
         return [peer for peer in found if self.is_alive(peer)]
 
-    def following(self, key: bytes, after: bool = False) -> bytes:
-        """The first on the ring at or (`after`) behind a key that is alive; this peer at last."""
-        order = self._in_order()
+    def following(self, key: bytes, after: bool = False, among: list[bytes] | None = None) -> bytes:
+        """The first on the ring at or (`after`) behind a key that is alive; this peer at last. Of
+        all, or of some whose ids rise."""
+        order = self._in_order() if among is None else among
         start = bisect_right(order, key) if after else bisect_left(order, key)
         for step in range(len(order)):
             peer = order[(start + step) % len(order)]

@@ -497,6 +497,9 @@ class FetchedRecords(Message):
 class Reserve(Message):
     asks: Annotated[tuple[Room, ...], Field(max_length=64)]
     consumed: bool = False  # this peer's molecule was, and is on the chemical layer no more
+    molecule: Natural = (
+        0  # which version of it, if the asked-for was taken of it and a rest is left
+    )
 
 
 @numbered(21)
@@ -786,6 +789,7 @@ class Publish(Message):
     gone: Annotated[tuple[tuple[PeerId, Natural], ...], Field(max_length=64)] = ()
     scale: Natural = 0
     hops: Natural = 0
+    kind: Needs = Needs()
 
 
 @numbered(62)
@@ -793,29 +797,7 @@ class Published(Message):
     scale: Scale | None = None  # a newer one
 
 
-@numbered(63)
-class Range(Message):
-    """Resources from one order on to below another, that have room for units of these needs: so
-    many units of it. If that is not to be had, for `wait_s` who asks is told what appears."""
-
-    low: Order
-    high: Order
-    needs: Needs
-    count: Annotated[int, Field(ge=1, le=100_000)]
-    each: Annotated[int, Field(ge=1, le=100_000)]  # at most, of one resource
-    queue: bool
-    wait_s: Seconds
-    scale: Natural = 0
-    again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
-
-
-@numbered(64)
-class Ranged(Message):
-    """In their order, each with the units it should have room for; `more`: the next peer, too."""
-
-    rows: Annotated[tuple[tuple[Meta, Natural], ...], Field(max_length=1000)]
-    more: bool
-    scale: Scale | None = None
+# 63 and 64 were a question that came back from every node; they are not used again
 
 
 @numbered(65)
@@ -829,7 +811,9 @@ class Appeared(Message):
 
 @numbered(66)
 class Arouse(Message):
-    """To the speaker: somebody wants the layer. It has all peers told."""
+    """To the speaker: somebody wants the layer, for peers of this kind. It has all peers told."""
+
+    kind: Needs = Needs()
 
 
 @numbered(67, repeatable=True)
@@ -840,3 +824,54 @@ class Sample(Message):
 @numbered(68)
 class Sampled(Message):
     order: Order
+
+
+Found = tuple[Meta, Natural]  # a resource, and units it should have room for
+
+
+@numbered(69)
+class Range(Message):
+    """Resources from one order on to below another, that have room for units of these needs: so
+    many units of it. It goes on from node to node, with what it has found so far; the last one
+    answers `home`. If there is too little, `home` is told for `wait_s` of what appears."""
+
+    home: PeerId
+    id: Natural  # it may come twice: then it is answered as before
+    low: Order
+    high: Order
+    kind: Needs
+    needs: Needs
+    count: Annotated[int, Field(ge=1, le=100_000)]
+    each: Annotated[int, Field(ge=1, le=100_000)]  # at most, of one resource
+    queue: bool
+    wait_s: Seconds
+    scale: Natural
+    leg: Annotated[int, Field(ge=0, le=2)]  # see `questions.LEGS`
+    nodes: Natural  # it may still visit, on this leg
+    empty: Natural  # in a row, that had nothing
+    again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
+    careful: bool = False  # each node makes sure that the next one has it
+    part: Natural = 0  # parts of the answer that were sent
+    dry: bool = False  # no resource was idle
+    rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
+
+
+@numbered(70)
+class Ranged(Message):
+    """A part of the answer to a `Range`."""
+
+    id: Natural
+    part: Natural
+    last: bool
+    rows: Annotated[tuple[Found, ...], Field(max_length=64)]
+    dry: bool = False
+    scale: Scale | None = None  # a newer one
+
+
+@numbered(71)
+class InUse(Message):
+    """To all peers, in a wave: which kinds of peers are asked for on the layer, and for how long
+    from now on; and where they lie on it."""
+
+    scale: Scale
+    kinds: Annotated[tuple[tuple[Needs, Seconds], ...], Field(max_length=16)]

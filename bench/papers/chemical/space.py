@@ -45,9 +45,10 @@ from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
 from protocols.rpc import Rpc
 from protocols.strategies.chemical.chemical import Chemical
 from protocols.strategies.chemical.layer import Layer
+from protocols.strategies.chemical.questions import Questions
 from protocols.strategy import Placed, Unit
 from sim.loop import run_out
-from sim.network import Network
+from sim.network import Faults, Network
 
 STEP_S = 0.004
 CORES = 64
@@ -115,9 +116,11 @@ class Node:
         liveness = Liveness(self.rpc, members, self.rng, CONFIG)
         self.admission = Admission(member.capacity, member.traits, CONFIG)
         self.layer = Layer(self.rpc, members, liveness, self.rng, CONFIG, self.ticket)
+        self.questions = Questions(self.rpc, members, self.layer, self.rng, CONFIG)
         self.strategy = Chemical(
-            self.rpc, members, self.layer, self.rng, CONFIG, self.placed, lambda unit: None
-        )
+            self.rpc, members, self.layer, self.questions, self.rng, CONFIG, self.placed,
+            lambda unit: None,
+        )  # fmt: skip
         if space.plan.mode == "paper":
             self.overlay = _Overlay(self.rpc, self.rng, CONFIG)
             self.layer.locate = self.locate
@@ -142,11 +145,13 @@ class Node:
         now = self._now()
         self.space.captured(self)
         grants = tuple(self.admission.reserve(sender.id, room, now) for room in message.asks)
-        self.layer.consumed()
+        self.layer.consumed(message.molecule, message.asks)
         return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
         self.admission.give_back(sender.id, message.leases)
+        if not message.leases:
+            self.layer.consumed(0, ())
         self.layer.changed()
 
     def _commit(self, sender: Contact, message: Commit) -> Committed:
@@ -186,7 +191,7 @@ class Node:
 class Space:
     def __init__(self, plan: Experiment) -> None:
         self.plan = plan
-        self.network = Network(plan.seed)
+        self.network = Network(plan.seed, Faults(latency_s=STEP_S / 2, jitter_s=STEP_S / 2))
         self.rng = random.Random(f"space {plan.seed} {plan.nodes} {plan.workflows}")
         rng = random.Random(f"nodes {plan.seed}")
         found = sorted(rng.randbytes(20) for _ in range(plan.nodes))
@@ -295,6 +300,8 @@ class Space:
             await self.over.wait()
         messages = self.network.sent - waking
         for node in self.nodes:
+            await node.strategy.close()
+            await node.questions.close()
             await node.layer.close()
         for task in list(self._tasks):
             task.cancel()

@@ -2,7 +2,8 @@
 
 After seed 000, rule mapTaskRes of its Algorithm 2: a task and a resource that fits it react, and
 the resource is consumed until it is free again. Rules:
-- Units wait in groups (`waiting`); a group asks the layer once, for all its units.
+- Units wait in groups (`waiting`); a group asks the layer for all its units at once, and for those
+  that come later once more.
 - The layer names the least loaded resources first, each with how many units it should take, and
   tells nobody else of that room. Capture is a lease by the resource's own peer.
 - What finds nothing waits on the layer: it is told of what appears. (The paper's tasks ask again
@@ -13,16 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 from ...config import Config
-from ...matching import explain, unmet
+from ...matching import explain
 from ...members import Members
 from ...messages import (
     AttemptKey,
     Capacity,
     Contact,
     Member,
+    Meta,
     Needs,
     Offers,
     Reserve,
@@ -31,11 +34,17 @@ from ...messages import (
 )
 from ...rpc import CallFailed, Rpc
 from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
-from ..waiting import Group, Waiting
+from ...tasks import Tasks
+from ..waiting import Group, GroupKey, Waiting
 from .layer import Layer
+from .questions import Questions
 from .scale import value_of
 
-GROUPS_PER_ROUND = 32
+#: questions and captures at once
+CALLS_MAX = 64
+#: those that wait are asked for once more when others come, but not for each of them
+HASTE_S = 0.1
+AGAIN_S = 0.02
 
 
 class Chemical:
@@ -46,6 +55,7 @@ class Chemical:
         rpc: Rpc,
         members: Members,
         layer: Layer,
+        questions: Questions,
         rng: random.Random,
         config: Config,
         on_placed: OnPlaced,
@@ -54,13 +64,16 @@ class Chemical:
         self._rpc = rpc
         self._members = members
         self._layer = layer
+        self._questions = questions
         self._rng = rng
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True)
-        self._appeared: dict[bytes, tuple[Needs, int]] = {}
-        self._ask_at: dict[object, float] = {}  # group → not before; until then it is told
+        self._ask_at: dict[GroupKey, float] = {}  # not before; until then it is told
+        self._in_vain: Counter[GroupKey] = Counter()  # it was asked so often, one after another
+        self._sought: Counter[GroupKey] = Counter()  # units that room is looked for now
+        self._tasks = Tasks()
         self._wake = asyncio.Event()
         layer.on_appeared = self._on_appeared
         members.listen(self._member_changed, at_stake=self._waiting.groups)
@@ -68,8 +81,10 @@ class Chemical:
     # ----------------------------------------------------------------- the interface
 
     def add(self, units: Iterable[Unit]) -> None:
+        soon = self._now() + HASTE_S
         for group in self._waiting.add(units, self._now()):
-            self._ask_at.pop(group.key, None)
+            if group.key in self._ask_at:
+                self._ask_at[group.key] = min(soon, self._ask_at[group.key])
         if self._waiting:
             self._wake.set()
 
@@ -86,15 +101,14 @@ class Chemical:
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._wake.set()
 
-    def _on_appeared(self, peer: bytes, needs: Needs, count: int) -> None:
-        wanted = any(group.needs == needs for group in self._waiting.groups.values())
-        if wanted and len(self._appeared) < self._config.layer_wishes_max:
-            self._appeared[peer] = (needs, count)
-            self._wake.set()
+    def _on_appeared(self, meta: Meta, needs: Needs, count: int) -> None:
+        groups = [g for g in self._waiting.groups.values() if g.needs == needs and g.left]
+        if not groups or len(self._tasks) >= CALLS_MAX:
+            self._let_be(meta.peer)
             return
-        contact = self._members.contact(peer)
-        if contact is not None:
-            self._let_be(contact)
+        group = min(groups, key=lambda g: g.oldest_at)
+        record = self._record(group)
+        self._tasks.spawn(self._capture(group, meta, count, True, record))
 
     async def run(self) -> None:
         while True:
@@ -106,71 +120,81 @@ class Chemical:
             self._wake.clear()
             await asyncio.sleep(0)  # what is added in this moment goes along
             if self._waiting:
-                await self._layer.want()
-                await self._round()
+                self._look()
 
     def _until_next(self) -> float | None:
-        if not self._waiting:
-            return None
-        times = [self._ask_at.get(key, 0.0) for key in self._waiting.groups]
-        return max(0.01, min(times) - self._now())
+        times = [self._ask_at.get(key, 0.0) for key in self._waiting.groups if self._open(key)]
+        return max(0.01, min(times) - self._now()) if times else None
 
-    # ----------------------------------------------------------------- a round
+    def _open(self, key: GroupKey) -> int:
+        """Units that nothing is being done about."""
+        return self._waiting.groups[key].left - self._sought[key]
 
-    async def _round(self) -> None:
+    # ----------------------------------------------------------------- looking for room
+
+    def _look(self) -> None:
         self._waiting.regroup()
-        self._ask_at = {k: at for k, at in self._ask_at.items() if k in self._waiting.groups}
-        appeared, self._appeared = self._appeared, {}
-        listed = sorted(self._waiting.groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
-        work = [self._serve(group, appeared) for group in listed[:GROUPS_PER_ROUND]]
-        await asyncio.gather(*work)
+        groups, now = self._waiting.groups, self._now()
+        self._ask_at = {key: at for key, at in self._ask_at.items() if key in groups}
+        self._in_vain = Counter({k: n for k, n in self._in_vain.items() if k in groups})
+        due = [k for k in groups if self._open(k) > 0 and self._ask_at.get(k, 0.0) <= now]
+        for key in sorted(due, key=lambda k: (groups[k].oldest_at, groups[k].heap[0][0])):
+            if len(self._tasks) >= CALLS_MAX:
+                return  # each that ends wakes it
+            for count in self._questions.walks(groups[key].needs, self._open(key)):
+                self._tasks.spawn(self._seek(groups[key], count))
+                self._sought[key] += count
 
-    async def _serve(self, group: Group, appeared: dict[bytes, tuple[Needs, int]]) -> None:
-        now = self._now()
-        wanted: dict[bytes, tuple[int, float | None]] = {}
-        for peer, (needs, count) in appeared.items():
-            if needs == group.needs:
-                wanted[peer] = (count, None)
-        if not wanted and now < self._ask_at.get(group.key, 0.0):
-            return
-        here = self._members.here()
-        matching = sum(not unmet(m.capacity, m.traits, group.needs) for m in here)
-        if not matching:
-            group.reason = explain(here, group.needs) or "no peer is here"
-            self._ask_at[group.key] = now + self._config.layer_wait_s
-            return
-        if not wanted:
-            queue = self._estimate(group.top) is not None
-            again_s = self._config.layer_wait_s * (0.6 + 0.2 * self._rng.random())
-            self._ask_at[group.key] = now + again_s
-            rows = await self._layer.find(group.needs, group.left, queue)
-            wanted = {meta.peer: (count, value_of(meta.order)) for meta, count in rows}
-        avoid = group.avoid if len(wanted) > len(group.avoid & wanted.keys()) else frozenset()
-        rows_left = {peer: row for peer, row in wanted.items() if peer not in avoid}
-        for peer in wanted.keys() - rows_left.keys():
-            contact = self._members.contact(peer)
-            if contact is not None:
-                self._let_be(contact)
-        record = Placement(self.name, matching=matching, known=len(here))
-        calls = [self._capture(group, peer, row, record) for peer, row in rows_left.items()]
-        await asyncio.gather(*calls)
-        if group.left and not appeared and any(granted for _, granted, _ in record.asked):
-            self._ask_at.pop(group.key, None)  # there was something: perhaps there is more
-            self._wake.set()
-        if group.left:
-            peers = f"{matching} peer{'s match' if matching != 1 else ' matches'}"
-            group.reason = f"{peers}, all busy; it waits on the layer for one that appears"
-        self._waiting.forget_if_empty(group)
+    async def _seek(self, group: Group, count: int) -> None:
+        key = group.key
+        record = self._record(group)
+        try:
+            if not record.matching:
+                group.reason = explain(self._members.here(), group.needs) or "no peer is here"
+            else:
+                await self._ask(group, count, record)
+                peers = f"{record.matching} peer{'s match' if record.matching != 1 else ' matches'}"
+                group.reason = f"{peers}, all busy; it waits on the layer for one that appears"
+        finally:
+            self._sought[key] -= count
+            if self._sought[key] <= 0:
+                del self._sought[key]
+        if any(granted for _, granted, _ in record.asked):
+            self._ask_at.pop(key, None)  # there was something: perhaps there is more
+            self._in_vain.pop(key, None)
+        else:
+            self._in_vain[key] += 1
+            again_s = min(0.7 * self._config.layer_wait_s, AGAIN_S * 2 ** self._in_vain[key])
+            self._ask_at[key] = self._now() + again_s * (0.7 + 0.6 * self._rng.random())
+        self._wake.set()
+
+    async def _ask(self, group: Group, count: int, record: Placement) -> None:
+        queue = self._estimate(group.top) is not None
+        captures: list[asyncio.Future[None]] = []
+        async for rows in self._questions.ask(group.needs, count, queue):
+            peers = {meta.peer for meta, _ in rows}
+            avoid = group.avoid if peers - group.avoid else frozenset()
+            for meta, units in rows:
+                if meta.peer in avoid:
+                    self._let_be(meta.peer)
+                else:
+                    capture = self._capture(group, meta, units, False, record)
+                    captures.append(asyncio.ensure_future(capture))
+        await asyncio.gather(*captures)
+
+    def _record(self, group: Group) -> Placement:
+        matching = self._questions.kind_of(group.needs)[1]
+        return Placement(self.name, matching=matching, known=len(self._members.here()))
 
     async def _capture(
-        self, group: Group, peer: bytes, row: tuple[int, float | None], record: Placement
+        self, group: Group, meta: Meta, count: int, told: bool, record: Placement
     ) -> None:
-        count, value = row
+        peer = meta.peer
         contact = self._members.contact(peer)
         if contact is None:
             return
         if not group.left:
-            self._let_be(contact)
+            self._let_be(peer)
             return
         top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
@@ -183,7 +207,7 @@ class Chemical:
         )
         try:
             limit_s = self._config.lease_ttl_s / 2
-            message = Reserve(asks=(room,), consumed=True)
+            message = Reserve(asks=(room,), consumed=True, molecule=meta.version)
             answer = await self._rpc.call(contact, message, Offers, limit_s)
         except CallFailed as error:
             record.asked.append((peer, 0, str(error)))
@@ -191,11 +215,18 @@ class Chemical:
         grant = answer.grants[0] if answer.grants else None
         leases = grant.leases if grant is not None else ()
         record.asked.append((peer, len(leases), grant.refusal if grant is not None else ""))
-        self._use(group, contact, leases, record, value)
+        how = (
+            "appeared while it waited"
+            if told
+            else f"the layer has it at {value_of(meta.order):.0%}"
+        )
+        self._use(group, contact, leases, record, how)
 
-    def _let_be(self, contact: Contact) -> None:
+    def _let_be(self, peer: bytes) -> None:
         """It is not wanted after all: it says anew where it stands, as it was consumed."""
-        self._rpc.tell(contact, ReturnLeases(leases=()))
+        contact = self._members.contact(peer)
+        if contact is not None:
+            self._rpc.tell(contact, ReturnLeases(leases=()))
 
     def _use(
         self,
@@ -203,11 +234,10 @@ class Chemical:
         contact: Contact,
         leases: tuple[int, ...],
         record: Placement,
-        value: float | None,
+        how: str,
     ) -> None:
         placed: list[Placed] = []
         unused: list[int] = []
-        how = "appeared while it waited" if value is None else f"the layer has it at {value:.0%}"
         mine = Placement(
             self.name, record.asked, record.matching, record.known,
             f"the least loaded that fits: {how}",
@@ -223,6 +253,10 @@ class Chemical:
         if placed:
             group.oldest_at = self._now()
             self._on_placed(placed)
+        self._waiting.forget_if_empty(group)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        await self._tasks.close()

@@ -5,8 +5,10 @@ Rules:
 - A node holds a few (`layer_rows_max`). Of more, the last in their order go on to its successor,
   after a moment and together: so the order along the ring stays what it was, and no node holds much
   more than others for long, whatever the values are.
-- Who asks is given molecules, and nobody else is told of them: they are consumed. A resource that
-  was asked for room says anew where it stands; one that never was does so before long, too.
+- Who asks is given a part of a molecule, or all of it, and nobody else is told of that: it is
+  consumed. A rest that still has its place here stays. A resource that was asked for room says anew
+  where it stands, unless that is what it must be here by the same rule (`rest_of`); one that was
+  given away and never asked does so before long, too.
 - Who finds too little leaves a wish: it is told of what appears, the oldest wish first.
 """
 
@@ -18,8 +20,12 @@ from dataclasses import dataclass
 
 from ...config import Config
 from ...matching import slots
-from ...messages import Meta, Needs
+from ...messages import Capacity, Meta, Needs
+from .scale import order
 
+USED_STEPS = 32
+#: loads below this have room now
+ROOM = 0.9
 #: of units that may wait at a resource nobody knows how many: so many are tried
 QUEUED_TRY = 1000
 
@@ -42,6 +48,30 @@ def room(meta: Meta, needs: Needs, count: int, queue: bool) -> int:
     return min(count, found)
 
 
+def rest_of(meta: Meta, capacity: Capacity, needs: Needs, count: int) -> Meta | None:
+    """What is left of it without room for so many units, if that is known. At the node that holds
+    it and at the resource itself this is the same."""
+    if count > slots(meta.free, needs.capacity):
+        return None  # they may wait there: who knows for how long
+    pairs = zip(meta.free, needs.capacity, strict=True)
+    free = Capacity(*(have - count * need for have, need in pairs))
+    used = used_of(free, capacity)
+    return meta._replace(free=free, order=order(ROOM * used, meta.peer)) if used < 1 else None
+
+
+def used_of(free: Capacity, capacity: Capacity) -> float:
+    """From 0, idle, to 1: something has run out. In steps: less is no difference worth a word."""
+    pairs = zip(free, capacity, strict=True)
+    used = max((1 - have / most for have, most in pairs if most), default=0.0)
+    return math.floor(used * USED_STEPS) / USED_STEPS
+
+
+def alike(one: Capacity, other: Capacity, capacity: Capacity) -> bool:
+    """No difference worth a word."""
+    rows = zip(one, other, capacity, strict=True)
+    return all(USED_STEPS * abs(a - b) <= most for a, b, most in rows)
+
+
 class Stretch:
     def __init__(self, config: Config) -> None:
         self.wishes: dict[tuple[bytes, Needs], Wish] = {}
@@ -58,15 +88,25 @@ class Stretch:
         """False: something newer is known, or there are more than there can be peers."""
         self.expire(now)
         old = self._metas.get(meta.peer)
-        if old is not None and old.version > meta.version:
-            return False
+        if old is not None and old.version >= meta.version:
+            return False  # of the same version a part may have been given away
         if old is None and len(self._rows) >= self._config.members_max:
             return False
         self._drop(meta.peer)
+        self._keep(meta, now + self._config.layer_ttl_s)
+        return True
+
+    def _keep(self, meta: Meta, until: float) -> None:
         insort(self._rows, (meta.order, meta.peer))
         self._metas[meta.peer] = meta
-        self._until[meta.peer] = now + self._config.layer_ttl_s
-        return True
+        self._until[meta.peer] = until
+
+    def give(self, meta: Meta, rest: Meta | None) -> None:
+        """It is given away, but for a rest."""
+        until = self._until[meta.peer]
+        self._drop(meta.peer)
+        if rest is not None:
+            self._keep(rest, until)
 
     def surplus(self, now: float, most: float = math.inf) -> list[Meta]:
         """What is to go on to the successor; nothing from the order `most` on: there the ring

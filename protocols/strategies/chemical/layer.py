@@ -1,12 +1,14 @@
-"""The layer of resources, as a service: a peer's own molecule, those it holds, and questions.
+"""The layer of resources, as a service: a peer's own molecules, and those it holds for others.
 
 After seed 000, section 3.2: meta-molecules lie under order-preserving keys on the ring, the least
-loaded first, so that "the best of the moment" is a lookup and a walk. (Every peer knows the others,
-so the lookup is one step; the ring is that of `overlay.chord`.)
+loaded first, so that "the best of the moment" is a lookup and a walk (`questions`). (Every peer
+knows the others, so the lookup is one step; the ring is that of `overlay.chord`.)
 
 Rules:
 - Nobody says anything while nobody wants the layer. Who does tells the speaker (`liveness`), who
   has all peers told, now and then again; each then says where it stands, and when that changes.
+- That there is more room is said until it is heard; less is said once: who is sent there in vain
+  is refused, and then it is said anew.
 - The speaker also asks a few where they stand: if a part of the ring is much fuller than others, it
   makes a new scale, and all move. Whoever uses an older one is handed the newer one.
 - A node that dies takes molecules with it: their peers put them to the next one at once.
@@ -15,14 +17,12 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import msgpack
-
+from ...codec import Kind as Envelope
+from ...codec import Malformed, decode, encode
 from ...config import Config
 from ...liveness import Liveness
 from ...matching import unmet
@@ -32,49 +32,37 @@ from ...messages import (
     Arouse,
     Contact,
     Done,
+    InUse,
     Member,
     Meta,
     Needs,
     Publish,
     Published,
-    Range,
-    Ranged,
+    Room,
     Sample,
     Sampled,
     Scale,
     Ticket,
 )
-from ...overlay.chord import SIZE, clockwise
 from ...rpc import CallFailed, Rpc
-from .holder import Stretch, Wish, room
-from .scale import FIRST, STEPS, fit, key, order, order_at, place, skew
+from ...tasks import Tasks
+from .holder import ROOM, alike, rest_of, room, used_of
+from .kinds import ALL, Kind
+from .scale import FIRST, STEPS, fit, key, order, skew
 
-START = hashlib.blake2b(b"layer:load", digest_size=20).digest()
 SKEW_MAX = 2.2  # by chance a hundred in eight parts hardly ever come to that
-#: units are dealt out to so many resources, if there are: one each of a few, more of many
-DEALT_TO = 32
 HOPS_MAX = 64
-IDLE_WALK_MIN = 8
 AGAIN_S = 0.2
-ROWS_ANSWERED_MAX = 200
-POINTS_MAX = 64
 METAS_MAX = 64
 
 
 def load(ticket: Ticket, member: Member, queue_s_max: float) -> float:
-    """From 0, idle, to 1: no room, and none may wait. Below 0.9 there is room now."""
-    used = 0.0
-    for have, most in zip(ticket.free, member.capacity, strict=True):
-        if most:
-            used = max(used, 1 - have / most)
+    """From 0, idle, to 1: no room, and none may wait. Below `ROOM` there is room now."""
+    used = used_of(ticket.free, member.capacity)
     if used < 1:
-        return 0.9 * used
+        return ROOM * used
     queued = 1 - min(1.0, ticket.queue_s / queue_s_max) if queue_s_max else 1.0
-    return 0.9 + 0.1 * queued
-
-
-def _about(active_s: float, scale: Scale) -> bytes:
-    return bytes(msgpack.packb([active_s, scale.version, list(scale.points)]))
+    return ROOM + (1 - ROOM) * queued
 
 
 class Layer:
@@ -89,8 +77,8 @@ class Layer:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.scale = FIRST
-        self.stretch = Stretch(config)
-        self.on_appeared: Callable[[bytes, Needs, int], None] = lambda peer, needs, count: None
+        self.kinds: dict[Needs, Kind] = {ALL: Kind(ALL, members, config)}
+        self.on_appeared: Callable[[Meta, Needs, int], None] = lambda meta, needs, count: None
         #: how a place is found where not every peer knows all others
         self.locate: Callable[[bytes], Awaitable[bytes]] | None = None
         self._rpc = rpc
@@ -99,66 +87,83 @@ class Layer:
         self._rng = rng
         self._config = config
         self._ticket = ticket
-        self._active_until = -1.0
-        self._asked_until = -1.0  # the speaker knows that it is wanted
         self._wake = asyncio.Event()
         self._balancing = False
         self._fitting = False
-        self._dirty = False  # something has changed here, or was asked for
         self._version = 0
-        self._at: dict[bytes, Meta] = {}  # where this peer's own molecule is, at most one
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         rpc.on(Publish, self._publish)
-        rpc.on(Range, self._range)
         rpc.on(Appeared, self._appeared)
         rpc.on(Arouse, self._arouse)
         rpc.on(Sample, self._sample)
         liveness.on_announced = self._announced
-        members.listen(self._member_changed, at_stake=self._at)
+        members.listen(self._member_changed, at_stake=self.kinds)
 
     @property
     def active(self) -> bool:
-        return self._now() < self._active_until
+        return self._now() < self.kinds[ALL].until
+
+    def kind(self, needs: Needs) -> Kind:
+        """That kind of peers. If there are too many, all: needs are looked at on the way, too."""
+        found = self.kinds.get(needs)
+        if found is None:
+            now = self._now()
+            for old in [n for n, k in self.kinds.items() if k.until < now and n != ALL]:
+                del self.kinds[old]
+            if len(self.kinds) >= self._config.layer_kinds_max:
+                self.counts["kinds_refused"] += 1
+                return self.kinds[ALL]
+            found = self.kinds[needs] = Kind(needs, self._members, self._config)
+            found.until = now + self._config.layer_refresh_s
+        return found
 
     # ----------------------------------------------------------------- wanting it
 
-    async def want(self) -> None:
-        """Somebody here has a question: all peers are to say where they stand."""
-        now = self._now()
-        if now < self._asked_until:
+    async def want(self, needs: Needs = ALL) -> None:
+        """Somebody here has a question: all peers of that kind are to say where they stand."""
+        kind, now = self.kind(needs), self._now()
+        if now < kind.asked_until:
             return
-        self._asked_until = now + self._config.layer_active_s / 3
+        kind.asked_until = now + self._config.layer_active_s / 3
         contact = self._members.contact(self._members.speaker)
         try:
             if contact is not None:
-                await self._rpc.call(contact, Arouse(), Done, 1.0)
+                await self._rpc.call(contact, Arouse(kind=kind.needs), Done, 1.0)
         except CallFailed:
-            self._asked_until = 0.0
+            kind.asked_until = 0.0
 
     def _arouse(self, sender: Contact, message: Arouse) -> Done:
-        if self._active_until - self._now() < 0.7 * self._config.layer_active_s:
-            self._announce(self.scale)  # a word may be lost: who misses it hears the next one
+        kind, now = self.kind(message.kind), self._now()
+        if kind.until - now < 0.7 * self._config.layer_active_s:
+            kind.until = self.kinds[ALL].until = now + self._config.layer_active_s
+            # a word may be lost: who misses it hears the next one
+            self._liveness.announce(self._about(self.scale))
         return Done()
 
-    def _announce(self, scale: Scale) -> None:
-        self._liveness.announce(_about(self._config.layer_active_s, scale))
+    def _about(self, scale: Scale) -> bytes:
+        now = self._now()
+        kinds = tuple((k.needs, k.until - now) for k in self.kinds.values() if k.until > now)
+        return encode(Envelope.TELL, 0, InUse(scale=scale, kinds=kinds))
 
     def _announced(self, about: bytes) -> None:
         try:
-            active_s, version, points = msgpack.unpackb(about)
-            found = Scale(int(version), tuple(float(p) for p in points[:POINTS_MAX]))
-            until = self._now() + min(self._config.layer_active_s, float(active_s))
-        except (ValueError, TypeError, msgpack.UnpackException):
+            message = decode(about).message
+        except Malformed:
+            message = None
+        if not isinstance(message, InUse):
             self.counts["malformed"] += 1
             return
         if not self._fitting:
             self._fitting = True
-            self._spawn(self._fit())
-        self._active_until = max(self._active_until, until)
-        self._adopt(found)
+            self._tasks.spawn(self._fit())
+        now = self._now()
+        for needs, left_s in message.kinds:
+            kind = self.kind(needs)
+            kind.until = max(kind.until, now + min(self._config.layer_active_s, left_s))
+        self.adopt(message.scale)
         self._wake.set()
 
-    def _adopt(self, scale: Scale | None) -> None:
+    def adopt(self, scale: Scale | None) -> None:
         newer = scale is not None and scale.version > self.scale.version
         if scale is not None and newer and list(scale.points) == sorted(scale.points):
             self.scale = scale
@@ -182,7 +187,7 @@ class Layer:
                 SKEW_MAX, 1.5 * skew(made, found)
             ):
                 self.counts["scales"] += 1
-                self._announce(made)
+                self._liveness.announce(self._about(made))
 
     def _sample(self, sender: Contact, message: Sample) -> Sampled:
         return Sampled(order=self._mine()[0])
@@ -192,13 +197,33 @@ class Layer:
     def changed(self) -> None:
         """There may be more room, or less."""
         if self.active:
-            self._dirty = True
             self._wake.set()
 
-    def consumed(self) -> None:
-        """Its molecule was given to one who asks for room now: nobody needs to be told."""
-        self._at.clear()
+    def consumed(self, version: int, asks: tuple[Room, ...]) -> None:
+        """Room was taken of its molecule, of this version, for one who asks for it now."""
+        for kind in self.kinds.values():
+            for holder, meta in list(kind.at.items()):
+                if version and meta.version != version:
+                    continue  # that of another kind; or it has said more since, and says it again
+                rest: Meta | None = meta if version else None
+                for ask in asks:
+                    if rest is not None:
+                        rest = self.rest(kind, rest, ask.needs, ask.count)
+                del kind.at[holder]
+                if rest is not None:
+                    kind.at[holder] = rest
         self.changed()
+
+    def rest(self, kind: Kind, meta: Meta, needs: Needs, count: int) -> Meta | None:
+        """What is left of a molecule where it is: a rest whose place is the same."""
+        member = self._members.get(meta.peer)
+        if member is None or self.locate is not None:
+            return None
+        rest = rest_of(meta, member.capacity, needs, count)
+        if rest is None or rest.order == meta.order:
+            return rest
+        stays = kind.holder(self.scale, rest.order) == kind.holder(self.scale, meta.order)
+        return rest if stays else None
 
     def _mine(self) -> tuple[float, Ticket]:
         ticket, me = self._ticket(), self._members.me
@@ -211,99 +236,121 @@ class Layer:
                 async with asyncio.timeout(self._config.layer_refresh_s if self.active else None):
                     await self._wake.wait()
             except TimeoutError:
-                said_at = 0.0
-            await asyncio.sleep(self._config.layer_gap_s)
+                pass
+            early_s = said_at + self._config.layer_gap_s - self._now()
+            await asyncio.sleep(max(0.0, early_s))  # and what changes in this moment goes along
             self._wake.clear()
-            if self.active:
-                said_at = await self._say(said_at)
+            said = False
+            for kind in list(self.kinds.values()):
+                if kind.until > self._now() and kind.includes(self._members.me):
+                    said |= await self._say(kind)
+            said_at = self._now() if said else said_at
 
-    async def _say(self, said_at: float) -> float:
+    async def _say(self, kind: Kind) -> bool:
         """Where it stands, if that is elsewhere than was said, or was long ago."""
         me, now = self._members.me.contact.id, self._now()
         stands, ticket = self._mine()
-        holder = await self._holder(stands)
+        holder = await self.place(kind, stands)
         free, queues = ticket.free, ticket.queue_s > 0
-        old = self._at.get(holder)
-        same = old is not None and old[1] == stands and old[3:] == (free, queues)
-        if same and not self._dirty and now - said_at < self._config.layer_refresh_s / 2:
-            return said_at
-        self._dirty = False
+        old = kind.at.get(holder)
+        same = (
+            old is not None
+            and old.order == stands
+            and alike(old.free, free, self._members.me.capacity)
+            and (old.queues == queues or stands < ROOM * STEPS)
+        )
+        if same and now - kind.said_at < self._config.layer_refresh_s / 2:
+            return False
         self._version = max(self._version + 1, self._members.me.boot << 32)
         meta = Meta(me, stands, self._version, free, queues)
-        left = [peer for peer in self._at if peer != holder]
-        self._at.clear()
-        self._at[holder] = meta
+        left = [peer for peer in kind.at if peer != holder]
+        kind.at.clear()
+        kind.at[holder] = meta
+        scale = self.scale.version
         for peer in left:
             contact = self._members.contact(peer)
             if contact is not None:
                 gone = ((me, self._version),)
-                self._rpc.tell(contact, Publish(metas=(), gone=gone, scale=self.scale.version))
+                message = Publish(metas=(), gone=gone, scale=scale, kind=kind.needs)
+                self._rpc.tell(contact, message)
         contact = self._members.contact(holder)
+        worse, kind.said, kind.said_at = stands > kind.said, stands, now
+        self.counts["published"] += 1
+        message = Publish(metas=(meta,), scale=scale, kind=kind.needs)
         try:
             if contact is None:
                 raise CallFailed("it is gone")
-            self.counts["published"] += 1
-            message = Publish(metas=(meta,), scale=self.scale.version)
-            answer = await self._rpc.call(contact, message, Published, 1.0)
-            self._adopt(answer.scale)
+            if worse and not same:
+                self._rpc.tell(contact, message)
+            else:
+                answer = await self._rpc.call(contact, message, Published, 1.0)
+                self.adopt(answer.scale)
         except CallFailed:
+            kind.said_at = 0.0
             asyncio.get_running_loop().call_later(AGAIN_S, self._wake.set)
-            return 0.0
-        return now
+        return True
 
-    async def _holder(self, stands: float) -> bytes:
-        at = key(START, self.scale, stands)
+    async def place(self, kind: Kind, stands: float) -> bytes:
+        """The node that holds what has this order."""
         if self.locate is not None:
-            return await self.locate(at)
-        return self._members.following(at)
+            return await self.locate(key(kind.start, self.scale, stands))
+        return kind.holder(self.scale, stands)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         """Its holder is gone, or another one stands before it: it is put there. And who has just
         come is told by the speaker that the layer is in use."""
+        if not self.active:
+            return
         came = new.state == State.ALIVE and (old is None or old.boot != new.boot)
-        if came and self.active and self._members.speaker == self._rpc.me.id:
-            left_s = self._active_until - self._now()
-            self._liveness.announce_to(new.contact, _about(left_s, self.scale))
-        for holder, meta in list(self._at.items()):
-            if not self.active:
-                self._at.clear()
-            elif self._members.following(key(START, self.scale, meta.order)) != holder:
-                self._at.pop(holder, None)
-                self._wake.set()
+        if came and self._members.speaker == self._rpc.me.id:
+            about = self._about(self.scale)
+            self._tasks.spawn(self._liveness.announce_to(new.contact, about))
+        for kind in self.kinds.values():
+            for holder, meta in list(kind.at.items()):
+                if kind.holder(self.scale, meta.order) != holder:
+                    kind.at.pop(holder, None)
+                    self._wake.set()
 
     # ----------------------------------------------------------------- what it holds
 
     def _publish(self, sender: Contact, message: Publish) -> Published:
-        now = self._now()
-        self._active_until = max(self._active_until, now + self._config.layer_refresh_s)
+        now, kind = self._now(), self.kind(message.kind)
+        if kind.needs != message.kind:
+            return Published()  # there are too many kinds: it is among all others, too
+        for wanted in (kind, self.kinds[ALL]):
+            wanted.until = max(wanted.until, now + self._config.layer_refresh_s)
         for meta in message.metas:
-            if self.stretch.put(meta, now):
-                self._tell_wishes(meta, now)
-        if len(self.stretch) > self._config.layer_rows_max and not self._balancing:
+            if kind.stretch.put(meta, now):
+                self._tell_wishes(kind, meta, now)
+        if len(kind.stretch) > self._config.layer_rows_max and not self._balancing:
             self._balancing = True
             asyncio.get_running_loop().call_later(self._config.layer_balance_s, self._balance)
-        gone = tuple(row for row in message.gone if not self.stretch.take(*row))
-        gone = gone if self.stretch.gone_on(now) < float("inf") else ()
+        gone = tuple(row for row in message.gone if not kind.stretch.take(*row))
+        gone = gone if kind.stretch.gone_on(now) < float("inf") else ()
         if gone and message.hops < HOPS_MAX:
-            self._hand_on((), gone, message.hops + 1)
+            self._hand_on(kind, (), gone, message.hops + 1)
         return Published(scale=self.scale if message.scale < self.scale.version else None)
 
     def _balance(self) -> None:
         self._balancing = False
-        surplus = self.stretch.surplus(self._now(), self._seam())
-        self.counts["passed_on"] += len(surplus)
-        for start in range(0, len(surplus), METAS_MAX):
-            self._hand_on(tuple(surplus[start : start + METAS_MAX]), (), 0)
+        for kind in self.kinds.values():
+            seam = kind.seam(self.scale, self._rpc.me.id)
+            surplus = kind.stretch.surplus(self._now(), seam)
+            self.counts["passed_on"] += len(surplus)
+            for start in range(0, len(surplus), METAS_MAX):
+                self._hand_on(kind, tuple(surplus[start : start + METAS_MAX]), (), 0)
 
     def _hand_on(
-        self, metas: tuple[Meta, ...], gone: tuple[tuple[bytes, int], ...], hops: int
+        self, kind: Kind, metas: tuple[Meta, ...], gone: tuple[tuple[bytes, int], ...], hops: int
     ) -> None:
         """To the next on the ring."""
-        successor = self._members.following(self._rpc.me.id, after=True)
+        successor = kind.following(self._rpc.me.id, after=True)
         contact = self._members.contact(successor)
         if contact is not None and successor != self._rpc.me.id:
-            message = Publish(metas=metas, gone=gone, scale=self.scale.version, hops=hops)
-            self._spawn(self._pass_on(contact, message))
+            message = Publish(
+                metas=metas, gone=gone, scale=self.scale.version, hops=hops, kind=kind.needs
+            )
+            self._tasks.spawn(self._pass_on(contact, message))
 
     async def _pass_on(self, contact: Contact, message: Publish) -> None:
         try:
@@ -311,21 +358,18 @@ class Layer:
         except CallFailed:
             self.counts["not_passed_on"] += 1  # its peer says it again before long
 
-    def _seam(self) -> float:
-        """Where the ring begins anew for this kind of value, one node has its first stretch and its
-        last: from which order on it is the last. No end: this is not that node."""
-        me = self._rpc.me.id
-        if self._members.following(START) != me:
-            return math.inf
-        return order_at(self.scale, clockwise(START, me) / SIZE)
+    def give(self, kind: Kind, meta: Meta, needs: Needs, count: int) -> None:
+        """So many units of it are given away; what is left, if it has its place here, stays."""
+        kind.stretch.give(meta, self.rest(kind, meta, needs, count))
 
-    def _tell_wishes(self, meta: Meta, now: float) -> None:
+    def _tell_wishes(self, kind: Kind, meta: Meta, now: float) -> None:
         member = self._members.get(meta.peer)
         if member is None or meta.order >= STEPS:
             return
-        for wish_key, wish in list(self.stretch.wishes.items()):
+        wishes = kind.stretch.wishes
+        for wish_key, wish in list(wishes.items()):
             if wish.until <= now:
-                del self.stretch.wishes[wish_key]
+                del wishes[wish_key]
                 continue
             if unmet(member.capacity, member.traits, wish.needs):
                 continue
@@ -333,118 +377,18 @@ class Layer:
             home = self._members.contact(wish.home)
             if not count or home is None:
                 continue
-            del self.stretch.wishes[wish_key]
-            self.stretch.take(meta.peer, meta.version)
+            del wishes[wish_key]
+            self.give(kind, meta, wish.needs, count)
             self._rpc.tell(home, Appeared(meta=meta, needs=wish.needs, count=count))
             return
 
-    def _range(self, sender: Contact, message: Range) -> Ranged:
-        now, left = self._now(), message.count
-        self.counts["asked"] += 1
-        rows: list[tuple[Meta, int]] = []
-        seam = self._seam()
-        low, high = message.low, message.high
-        if message.again:
-            low = max(low, seam)
-        else:
-            high = min(high, seam)
-        for meta in self.stretch.between(low, high, now):
-            member = self._members.get(meta.peer)
-            if member is None or member.state != State.ALIVE:
-                continue
-            if unmet(member.capacity, member.traits, message.needs):
-                continue
-            count = room(meta, message.needs, min(left, message.each), message.queue)
-            if count and len(rows) < ROWS_ANSWERED_MAX:
-                rows.append((meta, count))
-                self.stretch.take(meta.peer, meta.version)
-                left -= count
-            if not left:
-                break
-        if left and message.wait_s:
-            until = now + min(message.wait_s, self._config.layer_wait_s)
-            wish = Wish(sender.id, message.needs, left, message.each, message.queue, until)
-            self.stretch.wish(wish, now)
-        reached = clockwise(START, self._rpc.me.id) / SIZE
-        more = place(self.scale, message.high) > reached or self.stretch.gone_on(now) < message.high
-        more = more and not message.again
-        newer = self.scale if message.scale < self.scale.version else None
-        return Ranged(rows=tuple(rows), more=bool(left) and more, scale=newer)
-
-    # ----------------------------------------------------------------- asking
-
-    async def find(self, needs: Needs, count: int, queue: bool) -> list[tuple[Meta, int]]:
-        """The least loaded that should have room, each with how many units; and a wish for the
-        rest is left wherever they would appear."""
-        each = max(1, -(-count // min(DEALT_TO, self._members.count)))
-        # Of those that are idle none is better than another: not all are to begin with the same. A
-        # few nodes without any, and there are hardly any left: then the least loaded of the others.
-        found: list[tuple[Meta, int]] = []
-        wanted, most = count, self._config.layer_walk_max
-        for low, high, nodes in (
-            (self._rng.random(), 1.0, min(most, IDLE_WALK_MIN + 2 * min(count, most))),
-            (1.0, float(STEPS), most),
-            (0.0, 1.0, most),
-        ):
-            if count > 0:
-                found += await self._walk(low, high, needs, count, each, queue, nodes)
-                count = wanted - sum(row[1] for row in found)
-        newest: dict[bytes, int] = {}  # one that has just moved may be found twice
-        for meta, _ in found:
-            newest[meta.peer] = max(meta.version, newest.get(meta.peer, 0))
-        rows = [row for row in found if row[0].version == newest[row[0].peer]]
-        return sorted(rows, key=lambda row: row[0].order)
-
-    async def _walk(
-        self,
-        low: float,
-        high: float,
-        needs: Needs,
-        count: int,
-        each: int,
-        queue: bool,
-        most: int,
-    ) -> list[tuple[Meta, int]]:
-        holder = await self._holder(low)
-        seam = self._members.following(START)  # has the first stretch of all, and the last
-        begun = place(self.scale, low) > clockwise(START, seam) / SIZE
-        found: list[tuple[Meta, int]] = []
-        wait_s = self._config.layer_wait_s if low in (0.0, 1.0) else 0.0
-        for step in range(min(most, self._members.count) + 1):
-            contact = self._members.contact(holder)
-            if contact is None:
-                break
-            self.counts["questions"] += 1
-            message = Range(
-                low=low, high=high, needs=needs, count=count, each=each, queue=queue, wait_s=wait_s,
-                scale=self.scale.version, again=holder == seam and (begun or step > 0),
-            )  # fmt: skip
-            try:
-                answer = await self._rpc.call(contact, message, Ranged, 1.0)
-            except CallFailed:
-                answer = Ranged(rows=(), more=True)
-            found += answer.rows
-            count -= sum(row[1] for row in answer.rows)
-            self._adopt(answer.scale)
-            if count <= 0 or not answer.more or message.again:
-                break
-            holder = self._members.following(holder, after=True)
-        return found
-
     def _appeared(self, sender: Contact, message: Appeared) -> None:
-        self.on_appeared(message.meta.peer, message.needs, message.count)
+        self.on_appeared(message.meta, message.needs, message.count)
 
     # ----------------------------------------------------------------- small things
-
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()

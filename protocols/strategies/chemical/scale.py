@@ -1,16 +1,17 @@
 """Where on the ring a value lies: order is kept, and equal or skewed values are spread. Pure.
 
 A value (0 to 1, in steps) and a hash of the peer that has it make one number, its *order*: smaller
-values first, equal ones in an order of their own. A *scale* is a list of orders that divide what
-there is into equal parts; each part has as much of the ring as any other. So half of all peers with
-the same value lie on half of the ring, and the walk from one value to the next is what it would be
-if all values were different.
+values first, equal ones in an order of their own. A *scale* is a list of orders, from the least on,
+that divide what there is into equal parts; each part has as much of the ring as any other. So half
+of all peers with the same value lie on half of the ring, and the walk from one value to the next is
+what it would be if all values were different.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 
 from ...messages import Scale
@@ -19,8 +20,10 @@ from ...overlay.chord import SIZE
 STEPS = 1000
 TOP = STEPS + 1.0
 PARTS = 32
+#: what is less than any that was seen has as much of the ring as this share of a part
+BEFORE = 1 / 8
 #: until anything is known: what is idle has two fifths of the ring, what is full two fifths
-FIRST = Scale(0, (*(i / 13 for i in range(1, 14)), *(1 + i * 999 / 6 for i in range(1, 6)),
+FIRST = Scale(0, (*(i / 13 for i in range(14)), *(1 + i * 999 / 6 for i in range(1, 6)),
                   *(STEPS + i / 13 for i in range(13))))  # fmt: skip
 
 
@@ -44,7 +47,8 @@ def place(scale: Scale, order: float) -> float:
     low = points[part - 1] if part else 0.0
     high = points[part] if part < len(points) else TOP
     inside = (order - low) / (high - low) if high > low else 0.0
-    return (part + min(max(inside, 0.0), 0.999999)) / (len(points) + 1)
+    inside = min(max(inside, 0.0), 0.999999)
+    return (BEFORE * inside if not part else BEFORE + part - 1 + inside) / (BEFORE + len(points))
 
 
 def key(start: bytes, scale: Scale, order: float) -> bytes:
@@ -55,21 +59,30 @@ def key(start: bytes, scale: Scale, order: float) -> bytes:
 
 def order_at(scale: Scale, place: float) -> float:
     """The other way round: the least order that does not lie before that place."""
-    parts = len(scale.points) + 1
-    part = min(parts - 1, max(0, int(place * parts)))
-    low = scale.points[part - 1] if part else 0.0
-    high = scale.points[part] if part < len(scale.points) else TOP
-    return low + (high - low) * (place * parts - part)
+    points, at = scale.points, place * (BEFORE + len(scale.points)) - BEFORE
+    if at < 0 or not points:
+        return (1 + at / BEFORE) * (points[0] if points else TOP)
+    part = min(len(points) - 1, int(at))
+    high = points[part + 1] if part + 1 < len(points) else TOP
+    return points[part] + (high - points[part]) * (at - part)
 
 
 def fit(version: int, sample: Iterable[float]) -> Scale | None:
-    """A scale for what these are a sample of; None: too few to say anything."""
-    found = sorted(min(TOP, max(0.0, order)) for order in sample)
-    if len(found) < 4:
+    """A scale for what these are a sample of; None: too few to say anything. Those of one value are
+    spread evenly, as ties are: how many have it is all that must be guessed."""
+    counts = Counter(int(min(STEPS, max(0.0, order))) for order in sample)
+    total = sum(counts.values())
+    if total < 4:
         return None
-    parts = min(PARTS, len(found) // 2)
-    points = tuple(found[i * len(found) // parts] for i in range(1, parts))
-    return Scale(version, points)
+    parts = min(PARTS, total // 2)
+    points: list[float] = []
+    before = 0
+    for value in sorted(counts):
+        have = counts[value]
+        while len(points) < parts and len(points) * total < (before + have) * parts:
+            points.append(value + (len(points) * total / parts - before) / have)
+        before += have
+    return Scale(version, tuple(points))
 
 
 def skew(scale: Scale, sample: Iterable[float]) -> float:

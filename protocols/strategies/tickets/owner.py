@@ -36,6 +36,7 @@ from ...messages import (
     TicketPosted,
 )
 from ...rpc import CallFailed, Rpc
+from ...tasks import Tasks
 from .market import ClaimKey, Market, Match
 from .space import Space
 
@@ -56,7 +57,7 @@ class Owner:
         self._config = config
         # cell and peer: so many answers are on their way
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._some = asyncio.Event()
         rpc.on(PostClaims, self._post_claims)
         rpc.on(PostTicket, self._post_ticket)
@@ -156,11 +157,11 @@ class Owner:
         for peer, row in found:
             by_peer[peer].append(row)
         for peer, rows in by_peer.items():
-            self._spawn(self._ask(cell, peer, tuple(rows)))
+            self._tasks.spawn(self._ask(cell, peer, tuple(rows)))
         if market is not None and self._config.ticket_on_change and market.waits():
             for peer in market.unheard(self._now()):
                 if peer not in by_peer:
-                    self._spawn(self._ask(cell, peer, ()))
+                    self._tasks.spawn(self._ask(cell, peer, ()))
 
     async def _ask(self, cell: bytes, peer: bytes, rows: tuple[Redemption, ...]) -> None:
         """Until there is nothing more for it to redeem."""
@@ -241,15 +242,8 @@ class Owner:
                 if found is not None and new.contact.id not in found.tickets:
                     found.expect(new)  # and asked with the next tick
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()

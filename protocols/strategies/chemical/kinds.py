@@ -1,0 +1,86 @@
+"""Kinds of peers: all of them, and those that could meet needs which few can.
+
+A question with several criteria ("at least 64 GiB, a GPU, the least loaded first") is a walk in one
+order over those peers alone that meet the others. Every peer knows what each has at most, so all
+agree on who is of a kind: these make a ring of their own, and hold its molecules. A kind is there
+while it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgpack
+
+from ...config import Config
+from ...matching import unmet
+from ...members import Members
+from ...messages import Capacity, Member, Meta, Needs, Scale
+from ...overlay.chord import SIZE, clockwise
+from .holder import Stretch
+from .scale import key, order_at
+
+ALL = Needs()
+#: a kind of its own is worth it where no more than one of so many is of it
+RARE = 4
+
+
+def rounded(needs: Needs) -> Needs:
+    """What these needs have in common with similar ones: amounts are powers of two, and lower."""
+    capacity = Capacity(*(1 << n.bit_length() - 1 if n else 0 for n in needs.capacity))
+    return needs._replace(capacity=capacity)
+
+
+def kind_of(needs: Needs, here: list[Member]) -> Needs:
+    kind = rounded(needs)
+    count = sum(not unmet(m.capacity, m.traits, kind) for m in here)
+    return kind if 0 < RARE * count <= len(here) else ALL
+
+
+class Kind:
+    def __init__(self, needs: Needs, members: Members, config: Config) -> None:
+        self.needs = needs
+        #: where the ring begins for it
+        self.start = hashlib.blake2b(msgpack.packb(needs), digest_size=20, person=b"kind").digest()
+        self.stretch = Stretch(config)  # of its molecules, those that this peer holds
+        self.at: dict[bytes, Meta] = {}  # holder → this peer's own, as it should be there; one
+        self.said_at = -math.inf
+        self.said = math.inf  # its order then
+        self.until = -math.inf  # somebody wants it
+        self.asked_until = -math.inf  # and the speaker knows
+        self._members = members
+        self._here: list[Member] | None = None
+        self._ring: list[bytes] = []
+
+    def includes(self, member: Member) -> bool:
+        return self.needs == ALL or not unmet(member.capacity, member.traits, self.needs)
+
+    @property
+    def count(self) -> int:
+        ring = self._among()
+        return self._members.count if ring is None else len(ring)
+
+    def following(self, key: bytes, after: bool = False) -> bytes:
+        return self._members.following(key, after, self._among())
+
+    def holder(self, scale: Scale, order: float) -> bytes:
+        return self.following(key(self.start, scale, order))
+
+    def far(self, peer: bytes) -> float:
+        """How much of the ring lies before a peer."""
+        return clockwise(self.start, peer) / SIZE
+
+    def seam(self, scale: Scale, peer: bytes) -> float:
+        """Where the ring begins anew, one node has its first stretch and its last: from which order
+        on it is the last. No end: this is not that node."""
+        return order_at(scale, self.far(peer)) if self.following(self.start) == peer else math.inf
+
+    def _among(self) -> list[bytes] | None:
+        if self.needs == ALL:
+            return None
+        here = self._members.here()
+        if here is not self._here:  # somebody came or went
+            self._here = here
+            self._ring = sorted(m.contact.id for m in here if self.includes(m))
+        return self._ring

@@ -1,0 +1,313 @@
+"""Questions to the layer: they walk along the ring, node by node, and the last one answers.
+
+Rules:
+- A question has up to three legs (`LEGS`). Of those that are idle none is better than another, so
+  it begins anywhere among them: not all are to begin with the same. A few nodes without any, and
+  there are hardly any left: then the least loaded of the others; then what is idle after all.
+- A node gives what it has, and passes the question on with what was found. A word may be lost, or
+  a node on the way has died: who asked asks again, and then each makes sure that the next one has
+  it, or passes it over. A question that comes twice is answered by a node as before.
+- Who finds too little leaves a wish with every node that it asked for others than idle ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+from ...config import Config
+from ...matching import unmet
+from ...members import Members, State
+from ...messages import Contact, Done, Found, Needs, Range, Ranged
+from ...rpc import CallFailed, RoundTrip, Rpc
+from ...tasks import Tasks
+from .holder import Wish, room
+from .kinds import Kind, kind_of
+from .layer import Layer
+from .scale import STEPS, place
+
+#: units are dealt out to so many resources, if there are: one each of a few, more of many
+DEALT_TO = 32
+IDLE, OTHERS, AFTER_ALL = range(3)
+#: from which order to below which; and its share of the nodes without anything that end it
+LEGS = ((0.0, 1.0, 0.5), (1.0, float(STEPS), 1.0), (0.0, 1.0, 0.5))
+#: with so many an answer is sent, and the rest as another part of it
+ROWS_MAX = 12
+#: where none was idle just now, so many nodes fewer are asked once more
+DOUBT = 6
+GIVEN_MAX = 1024
+WALKS_MAX, PEERS_EACH, UNITS_EACH = 8, 16, 3
+GIVEN_S = 10.0
+CAREFUL_CALL_S = 0.5
+CAREFUL_S = 3.0
+KINDS_KNOWN_MAX = 256
+
+
+class _Asked:
+    """A question whose answer comes in parts, in any order, some of them twice."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Ranged] = {}
+        self.new: list[Ranged] = []
+        self.stir = asyncio.Event()
+
+    def add(self, part: Ranged) -> None:
+        if part.part not in self.parts:
+            self.parts[part.part] = part
+            self.new.append(part)
+            self.stir.set()
+
+    @property
+    def over(self) -> bool:
+        return any(p.last and len(self.parts) > p.part for p in self.parts.values())
+
+
+class Questions:
+    def __init__(
+        self, rpc: Rpc, members: Members, layer: Layer, rng: random.Random, config: Config
+    ) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._layer = layer
+        self._rng = rng
+        self._config = config
+        self._next_id = rng.getrandbits(48)
+        self._asked: dict[int, _Asked] = {}
+        self._dry_until = -1.0
+        self._hopeful = True  # there were idle ones when it was asked last
+        self._trip = RoundTrip()
+        # what was given to whom: a question may come twice
+        self._given: OrderedDict[tuple[bytes, int, int, bool], tuple[float, tuple[Found, ...]]]
+        self._given = OrderedDict()
+        self._here: object = None
+        self._kinds: dict[Needs, tuple[Needs, int]] = {}
+        self._tasks = Tasks()
+        rpc.on(Range, self._range)
+        rpc.on(Ranged, self._ranged)
+
+    # ----------------------------------------------------------------- asking
+
+    def kind_of(self, needs: Needs) -> tuple[Needs, int]:
+        """Among which kind of peers units with these needs look for one; and how many meet them."""
+        here = self._members.here()
+        if here is not self._here or len(self._kinds) > KINDS_KNOWN_MAX:
+            self._here, self._kinds = here, {}
+        if needs not in self._kinds:
+            matching = sum(not unmet(m.capacity, m.traits, needs) for m in here)
+            self._kinds[needs] = kind_of(needs, here), matching
+        return self._kinds[needs]
+
+    def walks(self, needs: Needs, count: int) -> list[int]:
+        """Into how many questions one for so many units is better divided: a long walk takes time.
+        Among few peers, or where none is idle, they would meet."""
+        peers = self._layer.kind(self.kind_of(needs)[0]).count
+        most = 1 if self._now() < self._dry_until else min(WALKS_MAX, peers // PEERS_EACH)
+        walks = max(1, min(most, count // UNITS_EACH))
+        return [count // walks + (i < count % walks) for i in range(walks)]
+
+    async def ask(self, needs: Needs, count: int, queue: bool) -> AsyncIterator[tuple[Found, ...]]:
+        """The least loaded that should have room, each with how many units, as they are found; and
+        a wish for the rest is left wherever they would appear."""
+        kind = self._layer.kind(self.kind_of(needs)[0])
+        await self._layer.want(kind.needs)
+        self._next_id += 1
+        leg = OTHERS if self._now() < self._dry_until else IDLE
+        low, high, _ = LEGS[leg]
+        question = Range(
+            home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
+            each=max(1, -(-count // max(1, min(DEALT_TO, kind.count)))), queue=queue,
+            low=self._rng.random() if leg == IDLE else low, high=high, leg=leg,
+            nodes=self._config.layer_walk_max, empty=0 if self._hopeful else DOUBT,
+            wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
+        )  # fmt: skip
+        asked = self._asked[question.id] = _Asked()
+        began = self._now()
+        try:
+            for careful in (False, True):
+                self._layer.counts["questions"] += 1
+                self._begin(kind, question.model_copy(update={"careful": careful}))
+                end = self._now() + (CAREFUL_S if careful else self._answer_s())
+                while asked.new or (not asked.over and await self._stirs(asked, end)):
+                    new, asked.new = asked.new, []
+                    for part in new:
+                        yield part.rows
+                if asked.over:
+                    break
+                self._layer.counts["unanswered"] += 1
+            if not careful:
+                self._trip.measured(self._now() - began)
+        finally:
+            del self._asked[question.id]
+
+    async def _stirs(self, asked: _Asked, end: float) -> bool:
+        try:
+            async with asyncio.timeout_at(end):
+                await asked.stir.wait()
+        except TimeoutError:
+            return False
+        asked.stir.clear()
+        return True
+
+    def _answer_s(self) -> float:
+        """An answer takes no longer, as answers go; else it was lost on its way."""
+        trip, most = self._trip, self._config.layer_answer_s
+        wanted = 2 * (trip.smoothed_s + 4 * trip.deviation_s)
+        return min(most, max(most / 8, wanted)) if trip.smoothed_s else most
+
+    def _ranged(self, sender: Contact, message: Ranged) -> Done:
+        self._layer.adopt(message.scale)
+        asked = self._asked.get(message.id)
+        if asked is not None:
+            asked.add(message)
+            if message.dry:
+                self._dry_until = self._now() + self._config.layer_dry_s
+            self._hopeful = not message.dry
+        return Done()
+
+    # ----------------------------------------------------------------- being asked
+
+    def _range(self, sender: Contact, message: Range) -> Done:
+        self._layer.counts["asked"] += 1
+        kind = self._layer.kind(message.kind)
+        if message.nodes <= self._config.layer_walk_max:
+            self._walk_on(kind, message, self._given_to(kind, message))
+        return Done()
+
+    def _given_to(self, kind: Kind, message: Range) -> tuple[Found, ...]:
+        now = self._now()
+        while self._given:
+            oldest, (at, _) = next(iter(self._given.items()))
+            if now - at < GIVEN_S and len(self._given) < GIVEN_MAX:
+                break
+            del self._given[oldest]
+        key = (message.home, message.id, message.leg, message.again)
+        if key in self._given:
+            return self._given[key][1]
+        rows = self._give(kind, message, now)
+        if rows:
+            self._given[key] = now, rows
+        return rows
+
+    def _give(self, kind: Kind, message: Range, now: float) -> tuple[Found, ...]:
+        seam = kind.seam(self._layer.scale, self._rpc.me.id)
+        low, high = message.low, message.high
+        if message.again:
+            low = max(low, seam)
+        else:
+            high = min(high, seam)
+        left = message.count
+        rows: list[Found] = []
+        for meta in kind.stretch.between(low, high, now):
+            member = self._members.get(meta.peer)
+            if member is None or member.state != State.ALIVE:
+                continue
+            if unmet(member.capacity, member.traits, message.needs):
+                continue
+            count = room(meta, message.needs, min(left, message.each), message.queue)
+            if count:
+                rows.append((meta, count))
+                self._layer.give(kind, meta, message.needs, count)
+                left -= count
+            if not left:
+                break
+        if left and message.leg != IDLE and message.wait_s:
+            until = now + min(message.wait_s, self._config.layer_wait_s)
+            wish = Wish(message.home, message.needs, left, message.each, message.queue, until)
+            kind.stretch.wish(wish, now)
+        return tuple(rows)
+
+    # ----------------------------------------------------------------- going on
+
+    def _walk_on(self, kind: Kind, message: Range, given: tuple[Found, ...]) -> None:
+        """With what this node has given, to the next one, or back with all there is."""
+        rows = message.rows + given
+        left = message.count - sum(count for _, count in given)
+        empty = 0 if given else message.empty + 1
+        message = message.model_copy(update={"count": max(1, left), "rows": rows, "empty": empty})
+        while len(message.rows) > ROWS_MAX:
+            message = self._answer(message, message.rows[:ROWS_MAX], last=False)
+        end = kind.stretch.gone_on(self._now())
+        if left > 0 and self._next(kind, message, self._rpc.me.id, end):
+            return
+        self._answer(message, message.rows, last=True)
+
+    def _answer(self, message: Range, rows: tuple[Found, ...], last: bool) -> Range:
+        scale = self._layer.scale
+        newer = scale if last and scale.version > message.scale else None
+        answer = Ranged(
+            id=message.id, part=message.part, last=last, rows=rows, dry=message.dry, scale=newer
+        )
+        home = self._members.contact(message.home)
+        if home is not None and message.careful:
+            self._tasks.spawn(self._make_sure(home, answer))
+        elif home is not None:
+            self._rpc.tell(home, answer)
+        left = message.rows[len(rows) :]
+        return message.model_copy(update={"part": message.part + 1, "rows": left})
+
+    def _next(self, kind: Kind, message: Range, at: bytes, gone_on: float) -> bool:
+        """From this node on. False: that was the last one."""
+        goes_on = place(self._layer.scale, message.high) > kind.far(at) or gone_on < message.high
+        enough = message.empty >= LEGS[message.leg][2] * self._config.layer_empty_max
+        if goes_on and message.nodes and not message.again and not enough:
+            successor = kind.following(at, after=True)
+            again = successor == kind.following(kind.start)
+            next_one = message.model_copy(update={"nodes": message.nodes - 1, "again": again})
+            self._send(kind, next_one, successor)
+            return True
+        if message.leg == AFTER_ALL:
+            return False
+        dry = message.dry or (message.leg == IDLE and not message.rows and not message.part)
+        if message.rows:  # what there is may be captured meanwhile
+            message = self._answer(message, message.rows, last=False)
+        low, high, _ = LEGS[message.leg + 1]
+        update = {
+            "leg": message.leg + 1, "low": low, "high": high, "nodes": self._config.layer_walk_max,
+            "dry": dry, "empty": 0,
+        }  # fmt: skip
+        self._begin(kind, message.model_copy(update=update))
+        return True
+
+    def _begin(self, kind: Kind, message: Range) -> None:
+        """Where its leg does."""
+        if self._layer.locate is None:
+            self._begin_at(kind, message, kind.holder(self._layer.scale, message.low))
+        else:
+            self._tasks.spawn(self._begin_far(kind, message))
+
+    async def _begin_far(self, kind: Kind, message: Range) -> None:
+        self._begin_at(kind, message, await self._layer.place(kind, message.low))
+
+    def _begin_at(self, kind: Kind, message: Range, holder: bytes) -> None:
+        seam = kind.following(kind.start)
+        past = place(self._layer.scale, message.low) > kind.far(seam)
+        self._send(kind, message.model_copy(update={"again": holder == seam and past}), holder)
+
+    def _send(self, kind: Kind, message: Range, holder: bytes) -> None:
+        contact = self._members.contact(holder)
+        if contact is not None and not message.careful:
+            self._rpc.tell(contact, message)
+        else:
+            self._tasks.spawn(self._send_carefully(kind, message, holder))
+
+    async def _send_carefully(self, kind: Kind, message: Range, holder: bytes) -> None:
+        contact = self._members.contact(holder)
+        if contact is not None and await self._make_sure(contact, message):
+            return
+        if not self._next(kind, message, holder, float("inf")):  # it is passed over
+            self._answer(message, message.rows, last=True)
+
+    async def _make_sure(self, contact: Contact, message: Range | Ranged) -> bool:
+        try:
+            await self._rpc.call(contact, message, Done, CAREFUL_CALL_S)
+        except CallFailed:
+            return False
+        return True
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        await self._tasks.close()
