@@ -163,7 +163,7 @@ class Resource(SimPeer):
                 found[meta.peer] = meta
 
         before, self.layer.on_appeared = self.layer.on_appeared, lambda meta, *_: add(meta)
-        async for rows in self.questions.ask(needs, count, False):
+        async for rows in self.questions.ask(needs, count, None):
             for meta, _ in rows:
                 add(meta)
         self.layer.on_appeared = before

@@ -26,7 +26,7 @@ def place_here(
         if any(me.contact.id in unit.avoid for _, _, unit in group.heap):
             return [], False
     asks = tuple(Room(g.needs, g.left, estimate(g.top)) for g in groups)
-    answer = rpc.ask_self(Reserve.of(asks, False), Offers)
+    answer = rpc.ask_self(Reserve.of(asks, False, 0), Offers)
     if answer is None:
         return [], True
     placed: list[Placed] = []

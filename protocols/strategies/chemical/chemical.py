@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ...config import Config
-from ...matching import explain
+from ...matching import explain, unmet
 from ...members import Members
 from ...messages import (
     AttemptKey,
@@ -73,6 +73,7 @@ class Chemical:
         self._ask_at: dict[GroupKey, float] = {}  # not before; until then it is told
         self._in_vain: Counter[GroupKey] = Counter()  # it was asked so often, one after another
         self._sought: Counter[GroupKey] = Counter()  # units that room is looked for now
+        self._questions_of: Counter[GroupKey] = Counter()
         self._tasks = Tasks()
         self._wake = asyncio.Event()
         layer.on_appeared = self._on_appeared
@@ -123,12 +124,13 @@ class Chemical:
                 self._look()
 
     def _until_next(self) -> float | None:
-        times = [self._ask_at.get(key, 0.0) for key in self._waiting.groups if self._open(key)]
+        groups = self._waiting.groups
+        times = [self._ask_at.get(k, 0.0) for k, group in groups.items() if self._open(group)]
         return max(0.01, min(times) - self._now()) if times else None
 
-    def _open(self, key: GroupKey) -> int:
+    def _open(self, group: Group) -> int:
         """Units that nothing is being done about."""
-        return self._waiting.groups[key].left - self._sought[key]
+        return group.left - self._sought[group.key]
 
     # ----------------------------------------------------------------- looking for room
 
@@ -137,13 +139,36 @@ class Chemical:
         groups, now = self._waiting.groups, self._now()
         self._ask_at = {key: at for key, at in self._ask_at.items() if key in groups}
         self._in_vain = Counter({k: n for k, n in self._in_vain.items() if k in groups})
-        due = [k for k in groups if self._open(k) > 0 and self._ask_at.get(k, 0.0) <= now]
-        for key in sorted(due, key=lambda k: (groups[k].oldest_at, groups[k].heap[0][0])):
+        due = [g for g in groups.values() if self._open(g) > 0]
+        for group in sorted(due, key=lambda g: (g.oldest_at, g.heap[0][0])):
+            key = group.key
+            if self._ask_at.get(key, 0.0) > now:
+                continue
             if len(self._tasks) >= CALLS_MAX:
                 return  # each that ends wakes it
-            for count in self._questions.walks(groups[key].needs, self._open(key)):
-                self._tasks.spawn(self._seek(groups[key], count))
-                self._sought[key] += count
+            self._here(group, self._open(group))
+            if self._open(group) > 0:
+                begun = self._questions_of[key]
+                for count in self._questions.walks(group.needs, self._open(group), begun):
+                    self._sought[key] += count
+                    self._questions_of[key] += 1
+                    self._tasks.spawn(self._seek(group, count))
+
+    def _here(self, group: Group, count: int) -> None:
+        """Of idle peers none is better than another, but this one is asked without a message."""
+        me = self._members.me
+        if not self._layer.idle or me.contact.id in group.avoid:
+            return
+        if unmet(me.capacity, me.traits, group.needs):
+            return
+        runtime_s = self._estimate(group.top)
+        each = self._questions.each(group.needs, count, runtime_s)
+        ask = Room(group.needs, min(each, count), runtime_s)
+        answer = self._rpc.ask_self(Reserve.of((ask,), False, 0), Offers)
+        if answer is not None and answer.grants[0].leases:
+            record = self._record(group)
+            record.asked.append((me.contact.id, len(answer.grants[0].leases), ""))
+            self._use(group, me.contact, answer.grants[0].leases, record, "idle, and here")
 
     async def _seek(self, group: Group, count: int) -> None:
         key = group.key
@@ -157,8 +182,9 @@ class Chemical:
                 group.reason = f"{peers}, all busy; it waits on the layer for one that appears"
         finally:
             self._sought[key] -= count
-            if self._sought[key] <= 0:
-                del self._sought[key]
+            self._questions_of[key] -= 1
+            if not self._questions_of[key]:
+                del self._sought[key], self._questions_of[key]
         if any(granted for _, granted, _ in record.asked):
             self._ask_at.pop(key, None)  # there was something: perhaps there is more
             self._in_vain.pop(key, None)
@@ -169,9 +195,9 @@ class Chemical:
         self._wake.set()
 
     async def _ask(self, group: Group, count: int, record: Placement) -> None:
-        queue = self._estimate(group.top) is not None
+        runtime_s = self._estimate(group.top)
         captures: list[asyncio.Future[None]] = []
-        async for rows in self._questions.ask(group.needs, count, queue):
+        async for rows in self._questions.ask(group.needs, count, runtime_s):
             peers = {meta.peer for meta, _ in rows}
             avoid = group.avoid if peers - group.avoid else frozenset()
             for meta, units in rows:

@@ -103,6 +103,11 @@ class Layer:
     def active(self) -> bool:
         return self._now() < self.kinds[ALL].until
 
+    @property
+    def idle(self) -> bool:
+        """This peer is, and may be taken by anybody."""
+        return self._mine()[0] < 1
+
     def kind(self, needs: Needs) -> Kind:
         """That kind of peers. If there are too many, all: needs are looked at on the way, too."""
         found = self.kinds.get(needs)

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -35,6 +36,8 @@ IDLE, OTHERS, AFTER_ALL = range(3)
 LEGS = ((0.0, 1.0, 0.5), (1.0, float(STEPS), 1.0), (0.0, 1.0, 0.5))
 #: with so many an answer is sent, and the rest as another part of it
 ROWS_MAX = 12
+#: seconds of work that are worth a capture
+WORTH_S, TOGETHER_MAX = 0.005, 16
 #: where none was idle just now, so many nodes fewer are asked once more
 DOUBT = 6
 GIVEN_MAX = 1024
@@ -99,15 +102,28 @@ class Questions:
             self._kinds[needs] = kind_of(needs, here), matching
         return self._kinds[needs]
 
-    def walks(self, needs: Needs, count: int) -> list[int]:
-        """Into how many questions one for so many units is better divided: a long walk takes time.
-        Among few peers, or where none is idle, they would meet."""
+    def walks(self, needs: Needs, count: int, begun: int) -> list[int]:
+        """Into how many questions one for so many units is better divided, while so many are on
+        their way: a long walk takes time, but among few peers, or where none is idle, they would
+        meet; then all that has come up meanwhile is asked for together."""
         peers = self._layer.kind(self.kind_of(needs)[0]).count
-        most = 1 if self._now() < self._dry_until else min(WALKS_MAX, peers // PEERS_EACH)
-        walks = max(1, min(most, count // UNITS_EACH))
+        most = max(1, min(WALKS_MAX, peers // PEERS_EACH)) - begun
+        if self._now() < self._dry_until:
+            most = min(1, most)
+        walks = min(most, max(1, count // UNITS_EACH))
         return [count // walks + (i < count % walks) for i in range(walks)]
 
-    async def ask(self, needs: Needs, count: int, queue: bool) -> AsyncIterator[tuple[Found, ...]]:
+    def each(self, needs: Needs, count: int, runtime_s: float | None) -> int:
+        """How many of so many units one resource should get: what is soon done is not worth a
+        message for each."""
+        peers = self._layer.kind(self.kind_of(needs)[0]).count
+        dealt = max(1, -(-count // max(1, min(DEALT_TO, peers))))
+        worth = 1 if runtime_s is None else math.ceil(WORTH_S / max(runtime_s, 1e-4))
+        return max(dealt, min(worth, TOGETHER_MAX))
+
+    async def ask(
+        self, needs: Needs, count: int, runtime_s: float | None
+    ) -> AsyncIterator[tuple[Found, ...]]:
         """The least loaded that should have room, each with how many units, as they are found; and
         a wish for the rest is left wherever they would appear."""
         kind = self._layer.kind(self.kind_of(needs)[0])
@@ -117,7 +133,7 @@ class Questions:
         low, high, _ = LEGS[leg]
         question = Range(
             home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
-            each=max(1, -(-count // max(1, min(DEALT_TO, kind.count)))), queue=queue,
+            each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
             low=self._rng.random() if leg == IDLE else low, high=high, leg=leg,
             nodes=self._config.layer_walk_max, empty=0 if self._hopeful else DOUBT,
             wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
