@@ -846,13 +846,14 @@ class Range(Message):
     queue: bool
     wait_s: Seconds
     scale: Natural
-    leg: Annotated[int, Field(ge=0, le=2)]  # see `questions.LEGS`
+    leg: Annotated[int, Field(ge=0, le=4)]  # see `questions.LEGS`
     nodes: Natural  # it may still visit, on this leg
     empty: Natural  # in a row, that had nothing
     again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
     careful: bool = False  # each node makes sure that the next one has it
     part: Natural = 0  # parts of the answer that were sent
     dry: bool = False  # no resource was idle
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # not these
     rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
 
 

@@ -36,9 +36,12 @@ class Placement:
     matching: int | None = None  # peers that could meet its needs; None: nobody looked
     known: int = 0
     why: str = ""
+    sought_s: float | None = None  # from the question to its answer
 
     def to_row(self) -> dict[str, object]:
+        took = {} if self.sought_s is None else {"sought_s": round(self.sought_s, 6)}
         return {
+            **took,
             "strategy": self.strategy,
             "known": self.known,
             "matching": self.matching,

@@ -16,6 +16,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from ...config import Config
 from ...matching import explain, unmet
@@ -45,6 +46,17 @@ CALLS_MAX = 64
 #: those that wait are asked for once more when others come, but not for each of them
 HASTE_S = 0.1
 AGAIN_S = 0.02
+
+
+@dataclass(slots=True)
+class _Search:
+    """For room for some units of a group; what will be told of it."""
+
+    began_at: float
+    matching: int
+    known: int
+    told: bool  # by the layer, of what appeared
+    asked: list[tuple[bytes, int, str]] = field(default_factory=list)
 
 
 class Chemical:
@@ -103,13 +115,17 @@ class Chemical:
         self._wake.set()
 
     def _on_appeared(self, meta: Meta, needs: Needs, count: int) -> None:
-        groups = [g for g in self._waiting.groups.values() if g.needs == needs and g.left]
+        groups = [
+            g
+            for g in self._waiting.groups.values()
+            if g.needs == needs and g.left and meta.peer not in g.avoid
+        ]
         if not groups or len(self._tasks) >= CALLS_MAX:
             self._let_be(meta.peer)
             return
         group = min(groups, key=lambda g: g.oldest_at)
-        record = self._record(group)
-        self._tasks.spawn(self._capture(group, meta, count, True, record))
+        search = self._search(group, told=True)
+        self._tasks.spawn(self._capture(group, meta, count, search))
 
     async def run(self) -> None:
         while True:
@@ -166,26 +182,26 @@ class Chemical:
         ask = Room(group.needs, min(each, count), runtime_s)
         answer = self._rpc.ask_self(Reserve.of((ask,), False, 0), Offers)
         if answer is not None and answer.grants[0].leases:
-            record = self._record(group)
-            record.asked.append((me.contact.id, len(answer.grants[0].leases), ""))
-            self._use(group, me.contact, answer.grants[0].leases, record, "idle, and here")
+            search = self._search(group)
+            search.asked.append((me.contact.id, len(answer.grants[0].leases), ""))
+            self._use(group, me.contact, answer.grants[0].leases, search, "idle, and here")
 
     async def _seek(self, group: Group, count: int) -> None:
         key = group.key
-        record = self._record(group)
+        search = self._search(group)
         try:
-            if not record.matching:
+            if not search.matching:
                 group.reason = explain(self._members.here(), group.needs) or "no peer is here"
             else:
-                await self._ask(group, count, record)
-                peers = f"{record.matching} peer{'s match' if record.matching != 1 else ' matches'}"
+                await self._ask(group, count, search)
+                peers = f"{search.matching} peer{'s match' if search.matching != 1 else ' matches'}"
                 group.reason = f"{peers}, all busy; it waits on the layer for one that appears"
         finally:
             self._sought[key] -= count
             self._questions_of[key] -= 1
             if not self._questions_of[key]:
                 del self._sought[key], self._questions_of[key]
-        if any(granted for _, granted, _ in record.asked):
+        if any(granted for _, granted, _ in search.asked):
             self._ask_at.pop(key, None)  # there was something: perhaps there is more
             self._in_vain.pop(key, None)
         else:
@@ -194,27 +210,20 @@ class Chemical:
             self._ask_at[key] = self._now() + again_s * (0.7 + 0.6 * self._rng.random())
         self._wake.set()
 
-    async def _ask(self, group: Group, count: int, record: Placement) -> None:
+    async def _ask(self, group: Group, count: int, search: _Search) -> None:
         runtime_s = self._estimate(group.top)
-        captures: list[asyncio.Future[None]] = []
-        async for rows in self._questions.ask(group.needs, count, runtime_s):
-            peers = {meta.peer for meta, _ in rows}
-            avoid = group.avoid if peers - group.avoid else frozenset()
+        captures: list[asyncio.Task[None]] = []
+        async for rows in self._questions.ask(group.needs, count, runtime_s, group.avoid):
             for meta, units in rows:
-                if meta.peer in avoid:
-                    self._let_be(meta.peer)
-                else:
-                    capture = self._capture(group, meta, units, False, record)
-                    captures.append(asyncio.ensure_future(capture))
+                capture = self._capture(group, meta, units, search)
+                captures.append(self._tasks.spawn(capture))
         await asyncio.gather(*captures)
 
-    def _record(self, group: Group) -> Placement:
+    def _search(self, group: Group, told: bool = False) -> _Search:
         matching = self._questions.kind_of(group.needs)[1]
-        return Placement(self.name, matching=matching, known=len(self._members.here()))
+        return _Search(self._now(), matching, len(self._members.here()), told)
 
-    async def _capture(
-        self, group: Group, meta: Meta, count: int, told: bool, record: Placement
-    ) -> None:
+    async def _capture(self, group: Group, meta: Meta, count: int, search: _Search) -> None:
         peer = meta.peer
         contact = self._members.contact(peer)
         if contact is None:
@@ -236,17 +245,14 @@ class Chemical:
             message = Reserve(asks=(room,), consumed=True, molecule=meta.version)
             answer = await self._rpc.call(contact, message, Offers, limit_s)
         except CallFailed as error:
-            record.asked.append((peer, 0, str(error)))
+            search.asked.append((peer, 0, str(error)))
             return
         grant = answer.grants[0] if answer.grants else None
         leases = grant.leases if grant is not None else ()
-        record.asked.append((peer, len(leases), grant.refusal if grant is not None else ""))
-        how = (
-            "appeared while it waited"
-            if told
-            else f"the layer has it at {value_of(meta.order):.0%}"
-        )
-        self._use(group, contact, leases, record, how)
+        search.asked.append((peer, len(leases), grant.refusal if grant is not None else ""))
+        at = f"the layer has it at {value_of(meta.order):.0%}"
+        how = "appeared while it waited" if search.told else at
+        self._use(group, contact, leases, search, how)
 
     def _let_be(self, peer: bytes) -> None:
         """It is not wanted after all: it says anew where it stands, as it was consumed."""
@@ -259,14 +265,14 @@ class Chemical:
         group: Group,
         contact: Contact,
         leases: tuple[int, ...],
-        record: Placement,
+        search: _Search,
         how: str,
     ) -> None:
         placed: list[Placed] = []
         unused: list[int] = []
         mine = Placement(
-            self.name, record.asked, record.matching, record.known,
-            f"the least loaded that fits: {how}",
+            self.name, search.asked, search.matching, search.known,
+            f"the least loaded that fits: {how}", self._now() - search.began_at,
         )  # fmt: skip
         for lease in leases:
             unit = self._waiting.pop(group, near=contact.id)

@@ -30,6 +30,9 @@ ROOM = 0.9
 QUEUED_TRY = 1000
 
 
+WishKey = tuple[bytes, Needs, tuple[bytes, ...]]
+
+
 @dataclass(slots=True)
 class Wish:
     home: bytes
@@ -38,6 +41,11 @@ class Wish:
     each: int
     queue: bool
     until: float
+    avoid: tuple[bytes, ...] = ()
+
+    @property
+    def key(self) -> WishKey:
+        return self.home, self.needs, self.avoid
 
 
 def room(meta: Meta, needs: Needs, count: int, queue: bool) -> int:
@@ -74,7 +82,7 @@ def alike(one: Capacity, other: Capacity, capacity: Capacity) -> bool:
 
 class Stretch:
     def __init__(self, config: Config) -> None:
-        self.wishes: dict[tuple[bytes, Needs], Wish] = {}
+        self.wishes: dict[WishKey, Wish] = {}
         self._config = config
         self._rows: list[tuple[float, bytes]] = []
         self._metas: dict[bytes, Meta] = {}
@@ -151,8 +159,8 @@ class Stretch:
         for key in [key for key, old in self.wishes.items() if old.until <= now]:
             del self.wishes[key]
         if len(self.wishes) < self._config.layer_wishes_max:
-            self.wishes.setdefault((wish.home, wish.needs), wish).until = wish.until
-            self.wishes[wish.home, wish.needs].count = wish.count
+            kept = self.wishes.setdefault(wish.key, wish)  # who says it again keeps its place
+            kept.count, kept.each, kept.until = wish.count, wish.each, wish.until
 
     def expire(self, now: float) -> None:
         for peer in [peer for peer, until in self._until.items() if until <= now]:

@@ -275,7 +275,7 @@ class Layer:
         for peer in left:
             contact = self._members.contact(peer)
             if contact is not None:
-                gone = ((me, self._version),)
+                gone = ((me, self._version - 1),)  # not the new one, should that be passed on there
                 message = Publish(metas=(), gone=gone, scale=scale, kind=kind.needs)
                 self._rpc.tell(contact, message)
         contact = self._members.contact(holder)
@@ -376,7 +376,7 @@ class Layer:
             if wish.until <= now:
                 del wishes[wish_key]
                 continue
-            if unmet(member.capacity, member.traits, wish.needs):
+            if meta.peer in wish.avoid or unmet(member.capacity, member.traits, wish.needs):
                 continue
             count = room(meta, wish.needs, min(wish.count, wish.each), wish.queue)
             home = self._members.contact(wish.home)

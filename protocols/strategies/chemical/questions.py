@@ -1,13 +1,15 @@
 """Questions to the layer: they walk along the ring, node by node, and the last one answers.
 
 Rules:
-- A question has up to three legs (`LEGS`). Of those that are idle none is better than another, so
-  it begins anywhere among them: not all are to begin with the same. A few nodes without any, and
-  there are hardly any left: then the least loaded of the others; then what is idle after all.
+- A question has up to five legs (`LEGS`). Of those that are idle none is better than another, so
+  it begins anywhere among them, and goes on with the first: not all are to begin with the same. A
+  few nodes without any, and there are hardly any left: then the least loaded of the others; then
+  what is idle after all.
 - A node gives what it has, and passes the question on with what was found. A word may be lost, or
   a node on the way has died: who asked asks again, and then each makes sure that the next one has
   it, or passes it over. A question that comes twice is answered by a node as before.
-- Who finds too little leaves a wish with every node that it asked for others than idle ones.
+- Who finds too little leaves a wish where idle ones would appear, and where the least loaded would.
+  Not earlier: what appears goes to the oldest wish, and must not go to one that has enough.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncio
 import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from ...config import Config
 from ...matching import unmet
@@ -31,9 +33,17 @@ from .scale import STEPS, place
 
 #: units are dealt out to so many resources, if there are: one each of a few, more of many
 DEALT_TO = 32
-IDLE, OTHERS, AFTER_ALL = range(3)
+IDLE, FIRST_IDLE, OTHERS, AFTER_ALL, WISHING = range(5)
 #: from which order to below which; and its share of the nodes without anything that end it
-LEGS = ((0.0, 1.0, 0.5), (1.0, float(STEPS), 1.0), (0.0, 1.0, 0.5))
+LEGS = (
+    (0.0, 1.0, 0.5),
+    (0.0, 1.0, 0.5),
+    (1.0, float(STEPS), 1.0),
+    (0.0, 1.0, 0.5),
+    (1.0, float(STEPS), 1.0),
+)
+#: on a leg, nodes with which a wish is left
+WISHED_AT = 8
 #: with so many an answer is sent, and the rest as another part of it
 ROWS_MAX = 12
 #: seconds of work that are worth a capture
@@ -46,6 +56,7 @@ GIVEN_S = 10.0
 CAREFUL_CALL_S = 0.5
 CAREFUL_S = 3.0
 KINDS_KNOWN_MAX = 256
+AVOID_MAX = 64
 
 
 class _Asked:
@@ -122,7 +133,7 @@ class Questions:
         return max(dealt, min(worth, TOGETHER_MAX))
 
     async def ask(
-        self, needs: Needs, count: int, runtime_s: float | None
+        self, needs: Needs, count: int, runtime_s: float | None, avoid: Iterable[bytes] = ()
     ) -> AsyncIterator[tuple[Found, ...]]:
         """The least loaded that should have room, each with how many units, as they are found; and
         a wish for the rest is left wherever they would appear."""
@@ -137,6 +148,7 @@ class Questions:
             low=self._rng.random() if leg == IDLE else low, high=high, leg=leg,
             nodes=self._config.layer_walk_max, empty=0 if self._hopeful else DOUBT,
             wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
+            avoid=self._avoidable(needs, avoid),
         )  # fmt: skip
         asked = self._asked[question.id] = _Asked()
         began = self._now()
@@ -156,6 +168,13 @@ class Questions:
                 self._trip.measured(self._now() - began)
         finally:
             del self._asked[question.id]
+
+    def _avoidable(self, needs: Needs, avoid: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Unless there are no others."""
+        members = [self._members.get(peer) for peer in avoid]
+        found = [m for m in members if m and not unmet(m.capacity, m.traits, needs)]
+        there_are_others = len(found) < self.kind_of(needs)[1]
+        return tuple(sorted(m.contact.id for m in found))[:AVOID_MAX] if there_are_others else ()
 
     async def _stirs(self, asked: _Asked, end: float) -> bool:
         try:
@@ -217,7 +236,7 @@ class Questions:
         rows: list[Found] = []
         for meta in kind.stretch.between(low, high, now):
             member = self._members.get(meta.peer)
-            if member is None or member.state != State.ALIVE:
+            if member is None or member.state != State.ALIVE or meta.peer in message.avoid:
                 continue
             if unmet(member.capacity, member.traits, message.needs):
                 continue
@@ -228,9 +247,12 @@ class Questions:
                 left -= count
             if not left:
                 break
-        if left and message.leg != IDLE and message.wait_s:
+        near = message.nodes > self._config.layer_walk_max - WISHED_AT
+        if left and message.wait_s and message.leg >= AFTER_ALL and near:
             until = now + min(message.wait_s, self._config.layer_wait_s)
-            wish = Wish(message.home, message.needs, left, message.each, message.queue, until)
+            wish = Wish(
+                message.home, message.needs, left, message.each, message.queue, until, message.avoid
+            )
             kind.stretch.wish(wish, now)
         return tuple(rows)
 
@@ -265,6 +287,8 @@ class Questions:
 
     def _next(self, kind: Kind, message: Range, at: bytes, gone_on: float) -> bool:
         """From this node on. False: that was the last one."""
+        if message.leg == WISHING and message.nodes <= self._config.layer_walk_max - WISHED_AT:
+            return False
         goes_on = place(self._layer.scale, message.high) > kind.far(at) or gone_on < message.high
         enough = message.empty >= LEGS[message.leg][2] * self._config.layer_empty_max
         if goes_on and message.nodes and not message.again and not enough:
@@ -273,16 +297,20 @@ class Questions:
             next_one = message.model_copy(update={"nodes": message.nodes - 1, "again": again})
             self._send(kind, next_one, successor)
             return True
-        if message.leg == AFTER_ALL:
+        if message.leg == WISHING:
             return False
-        dry = message.dry or (message.leg == IDLE and not message.rows and not message.part)
+        update: dict[str, object]
+        if message.leg == IDLE and message.nodes and not enough:  # where these end
+            update = {"leg": FIRST_IDLE, "low": 0.0, "high": message.low}
+            self._begin(kind, message.model_copy(update=update))
+            return True
+        leg = max(OTHERS, message.leg + 1)
+        dry = message.dry or (leg == OTHERS and enough and not message.rows and not message.part)
         if message.rows:  # what there is may be captured meanwhile
             message = self._answer(message, message.rows, last=False)
-        low, high, _ = LEGS[message.leg + 1]
-        update = {
-            "leg": message.leg + 1, "low": low, "high": high, "nodes": self._config.layer_walk_max,
-            "dry": dry, "empty": 0,
-        }  # fmt: skip
+        low, high, _ = LEGS[leg]
+        nodes = self._config.layer_walk_max
+        update = {"leg": leg, "low": low, "high": high, "nodes": nodes, "dry": dry, "empty": 0}
         self._begin(kind, message.model_copy(update=update))
         return True
 
