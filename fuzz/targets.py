@@ -147,7 +147,7 @@ def _sample_messages() -> Iterator[messages.Message]:
     scale, found = messages.Scale(2, (0.5, 1.0)), ((meta, 2),)
     yield messages.Range(
         home=_ME, id=7, low=0.0, high=1000.0, kind=needs, needs=needs, count=3, each=1, queue=True,
-        wait_s=5.0, scale=1, leg=1, nodes=9, empty=2, rows=found,
+        wait_s=5.0, scale=1, top=1000.0, leg=1, nodes=9, empty=2, rows=found,
     )  # fmt: skip
     yield messages.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
     yield messages.InUse(scale=scale, kinds=((needs, 5.0),))

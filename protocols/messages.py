@@ -846,7 +846,8 @@ class Range(Message):
     queue: bool
     wait_s: Seconds
     scale: Natural
-    leg: Annotated[int, Field(ge=0, le=4)]  # see `questions.LEGS`
+    top: Order  # up to here they are alike, if only `high` were not less
+    leg: Annotated[int, Field(ge=0, le=2)]  # see `questions`
     nodes: Natural  # it may still visit, on this leg
     empty: Natural  # in a row, that had nothing
     again: bool = False  # all round the ring: of the node where it begins, what is its last stretch

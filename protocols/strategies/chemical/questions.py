@@ -1,10 +1,10 @@
 """Questions to the layer: they walk along the ring, node by node, and the last one answers.
 
 Rules:
-- A question has up to five legs (`LEGS`). Of those that are idle none is better than another, so
-  it begins anywhere among them, and goes on with the first: not all are to begin with the same. A
-  few nodes without any, and there are hardly any left: then the least loaded of the others; then
-  what is idle after all.
+- It begins with the least and goes on in order. Among those of one value none is better than
+  another: it begins anywhere among them, and then takes up what lies before; or all would begin
+  with the same, and walk past what others have taken. A few nodes in a row that have nothing, and
+  there is hardly anything left there: then it goes on with the next ones.
 - A node gives what it has, and passes the question on with what was found. A word may be lost, or
   a node on the way has died: who asked asks again, and then each makes sure that the next one has
   it, or passes it over. A question that comes twice is answered by a node as before.
@@ -29,20 +29,13 @@ from ...tasks import Tasks
 from .holder import Wish, room
 from .kinds import Kind, kind_of
 from .layer import Layer
-from .scale import STEPS, place
+from .scale import STEPS, place, stretch_from, tie
 
 #: units are dealt out to so many resources, if there are: one each of a few, more of many
 DEALT_TO = 32
-IDLE, FIRST_IDLE, OTHERS, AFTER_ALL, WISHING = range(5)
-#: from which order to below which; and its share of the nodes without anything that end it
-LEGS = (
-    (0.0, 1.0, 0.5),
-    (0.0, 1.0, 0.5),
-    (1.0, float(STEPS), 1.0),
-    (0.0, 1.0, 0.5),
-    (1.0, float(STEPS), 1.0),
-)
-#: on a leg, nodes with which a wish is left
+#: looking for some, then leaving wishes where idle ones would appear, and where others would
+SEARCH, FOR_IDLE, FOR_OTHERS = range(3)
+#: nodes with which a wish is left, on each leg
 WISHED_AT = 8
 #: with so many an answer is sent, and the rest as another part of it
 ROWS_MAX = 12
@@ -93,7 +86,7 @@ class Questions:
         self._hopeful = True  # there were idle ones when it was asked last
         self._trip = RoundTrip()
         # what was given to whom: a question may come twice
-        self._given: OrderedDict[tuple[bytes, int, int, bool], tuple[float, tuple[Found, ...]]]
+        self._given: OrderedDict[tuple[bytes, int, float, bool], tuple[float, tuple[Found, ...]]]
         self._given = OrderedDict()
         self._here: object = None
         self._kinds: dict[Needs, tuple[Needs, int]] = {}
@@ -140,16 +133,16 @@ class Questions:
         kind = self._layer.kind(self.kind_of(needs)[0])
         await self._layer.want(kind.needs)
         self._next_id += 1
-        leg = OTHERS if self._now() < self._dry_until else IDLE
-        low, high, _ = LEGS[leg]
         question = Range(
             home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
             each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
-            low=self._rng.random() if leg == IDLE else low, high=high, leg=leg,
-            nodes=self._config.layer_walk_max, empty=0 if self._hopeful else DOUBT,
-            wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
-            avoid=self._avoidable(needs, avoid),
+            low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
+            nodes=self._config.layer_walk_max, empty=0, wait_s=self._config.layer_wait_s,
+            scale=self._layer.scale.version, avoid=self._avoidable(needs, avoid),
         )  # fmt: skip
+        question = self._stretch(kind, question, question.low)
+        if not self._hopeful:
+            question = question.model_copy(update={"empty": DOUBT})
         asked = self._asked[question.id] = _Asked()
         began = self._now()
         try:
@@ -217,7 +210,7 @@ class Questions:
             if now - at < GIVEN_S and len(self._given) < GIVEN_MAX:
                 break
             del self._given[oldest]
-        key = (message.home, message.id, message.leg, message.again)
+        key = (message.home, message.id, message.low, message.again)
         if key in self._given:
             return self._given[key][1]
         rows = self._give(kind, message, now)
@@ -247,8 +240,7 @@ class Questions:
                 left -= count
             if not left:
                 break
-        near = message.nodes > self._config.layer_walk_max - WISHED_AT
-        if left and message.wait_s and message.leg >= AFTER_ALL and near:
+        if left and message.wait_s and message.leg != SEARCH:
             until = now + min(message.wait_s, self._config.layer_wait_s)
             wish = Wish(
                 message.home, message.needs, left, message.each, message.queue, until, message.avoid
@@ -287,32 +279,53 @@ class Questions:
 
     def _next(self, kind: Kind, message: Range, at: bytes, gone_on: float) -> bool:
         """From this node on. False: that was the last one."""
-        if message.leg == WISHING and message.nodes <= self._config.layer_walk_max - WISHED_AT:
-            return False
         goes_on = place(self._layer.scale, message.high) > kind.far(at) or gone_on < message.high
-        enough = message.empty >= LEGS[message.leg][2] * self._config.layer_empty_max
+        enough = message.leg == SEARCH and message.empty >= self._patience(kind, message)
         if goes_on and message.nodes and not message.again and not enough:
             successor = kind.following(at, after=True)
             again = successor == kind.following(kind.start)
             next_one = message.model_copy(update={"nodes": message.nodes - 1, "again": again})
             self._send(kind, next_one, successor)
             return True
-        if message.leg == WISHING:
+        if message.leg == SEARCH and message.nodes:
+            return self._search_on(kind, message, enough)
+        if message.leg == FOR_OTHERS or not message.wait_s:
             return False
-        update: dict[str, object]
-        if message.leg == IDLE and message.nodes and not enough:  # where these end
-            update = {"leg": FIRST_IDLE, "low": 0.0, "high": message.low}
-            self._begin(kind, message.model_copy(update=update))
-            return True
-        leg = max(OTHERS, message.leg + 1)
-        dry = message.dry or (leg == OTHERS and enough and not message.rows and not message.part)
         if message.rows:  # what there is may be captured meanwhile
             message = self._answer(message, message.rows, last=False)
-        low, high, _ = LEGS[leg]
-        nodes = self._config.layer_walk_max
-        update = {"leg": leg, "low": low, "high": high, "nodes": nodes, "dry": dry, "empty": 0}
+        low, high = (0.0, 1.0) if message.leg == SEARCH else (1.0, float(STEPS))
+        update = {"leg": message.leg + 1, "low": low, "high": high, "nodes": WISHED_AT - 1}
         self._begin(kind, message.model_copy(update=update))
         return True
+
+    def _patience(self, kind: Kind, message: Range) -> float:
+        """Nodes in a row that have nothing, before a stretch is left: not many of one with many."""
+        scale, most = self._layer.scale, self._config.layer_empty_max
+        share = place(scale, message.top) - place(scale, float(int(message.low)))
+        return most if share * kind.count < most else most / 2
+
+    def _search_on(self, kind: Kind, message: Range, enough: bool) -> bool:
+        """Where a stretch ends."""
+        if message.low > int(message.low) and not enough:  # it began in the middle
+            update = {"low": float(int(message.low)), "high": message.low}
+            self._begin(kind, message.model_copy(update=update))
+            return True
+        if message.top >= STEPS:
+            return self._next(kind, message.model_copy(update={"nodes": 0}), self._rpc.me.id, 0.0)
+        if message.rows:
+            message = self._answer(message, message.rows, last=False)
+        dry = message.dry or (enough and message.top <= 1 and not message.part)
+        message = message.model_copy(update={"dry": dry, "empty": 0})
+        self._begin(kind, self._stretch(kind, message, message.top))
+        return True
+
+    def _stretch(self, kind: Kind, message: Range, low: float) -> Range:
+        """The question for what is alike from this order on."""
+        top, alike = stretch_from(self._layer.scale, low, kind.count)
+        if alike:  # whoever computes it: the same, should it be asked again
+            seed = message.home + message.id.to_bytes(8, "big") + int(low).to_bytes(2, "big")
+            low = int(low) + tie(seed)
+        return message.model_copy(update={"low": low, "high": top, "top": top})
 
     def _begin(self, kind: Kind, message: Range) -> None:
         """Where its leg does."""

@@ -13,6 +13,7 @@ import hashlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ...messages import Scale
 from ...overlay.chord import SIZE
@@ -20,6 +21,8 @@ from ...overlay.chord import SIZE
 STEPS = 1000
 TOP = STEPS + 1.0
 PARTS = 32
+#: nodes that those of one value lie on, for it not to matter with which of them one begins
+WIDE = 3
 #: what is less than any that was seen has as much of the ring as this share of a part
 BEFORE = 1 / 8
 #: until anything is known: what is idle has two fifths of the ring, what is full two fifths
@@ -83,6 +86,24 @@ def fit(version: int, sample: Iterable[float]) -> Scale | None:
             points.append(value + (len(points) * total / parts - before) / have)
         before += have
     return Scale(version, tuple(points))
+
+
+@lru_cache(maxsize=64)
+def wide(scale: Scale, nodes: int) -> tuple[int, ...]:
+    """Values which so many have that they lie on several of so many nodes."""
+    values = {0, *(int(point) for point in scale.points if point < STEPS)}
+    found = (v for v in values if (place(scale, v + 1) - place(scale, v)) * nodes >= WIDE)
+    return tuple(sorted(found))
+
+
+def stretch_from(scale: Scale, order: float, nodes: int) -> tuple[float, bool]:
+    """From an order on to which one the others are either all of one value, or of different ones;
+    and which of the two."""
+    values = wide(scale, nodes)
+    at = bisect_right(values, order)
+    if at and order < values[at - 1] + 1:
+        return values[at - 1] + 1.0, True
+    return float(values[at]) if at < len(values) else float(STEPS), False
 
 
 def skew(scale: Scale, sample: Iterable[float]) -> float:
