@@ -98,7 +98,7 @@ def measure(count: int, strategy: str, tasks: int, seed: int) -> dict[str, Any]:
                     found += stays(workflow.id, workflow.task(f"t{n}"))
         finally:
             subprocess.run([*VALENCE, "down"], env=environment, stdout=subprocess.DEVNULL)
-    begin = first + max(BEGIN_S, mean_s)
+    begin = first + max(BEGIN_S, 1.5 * mean_s)
     counted = [one for one in found if one.asked_at > begin]
     over = Counter(above_least(one, found, names) for one in counted)
     sought = sorted(one.placed_at - one.asked_at for one in counted)
@@ -116,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.least", description=__doc__)
     parser.add_argument("--peers", default="8,100")
     parser.add_argument("--strategy", default="chemical")
-    parser.add_argument("--tasks", type=int, default=400)
+    parser.add_argument("--tasks", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -91,6 +91,7 @@ class Config:
     layer_kinds_max: int = 12  # sorts of peers that are asked for at once
     layer_sampled: int = 96
     layer_fit_s: float = 5.0
+    layer_fit_min_s: float = 1.0  # times hundreds of members: sooner, where it fits badly
 
     # --- admission
     lease_ttl_s: float = 5.0

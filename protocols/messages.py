@@ -811,9 +811,11 @@ class Appeared(Message):
 
 @numbered(66)
 class Arouse(Message):
-    """To the speaker: somebody wants the layer, for peers of this kind. It has all peers told."""
+    """To the speaker: somebody wants the layer, for peers of this kind. It has all peers told. Or a
+    question met many nodes in a row without anything where this scale has many."""
 
     kind: Needs = Needs()
+    stale: Natural = 0
 
 
 @numbered(67, repeatable=True)
@@ -854,6 +856,7 @@ class Range(Message):
     careful: bool = False  # each node makes sure that the next one has it
     part: Natural = 0  # parts of the answer that were sent
     dry: bool = False  # no resource was idle
+    stale: bool = False  # there was less than the scale says
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # not these
     rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
 
@@ -868,6 +871,7 @@ class Ranged(Message):
     rows: Annotated[tuple[Found, ...], Field(max_length=64)]
     dry: bool = False
     scale: Scale | None = None  # a newer one
+    stale: bool = False
 
 
 @numbered(71)

@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -50,7 +51,8 @@ from .holder import ROOM, alike, rest_of, room, used_of
 from .kinds import ALL, Kind
 from .scale import FIRST, STEPS, fit, key, order, skew
 
-SKEW_MAX = 2.2  # by chance a hundred in eight parts hardly ever come to that
+#: so many times more than by a new scale the fullest part may hold; or if a question found less
+SKEW_MAX, SKEW_MISFIT = 1.5, 1.15
 HOPS_MAX = 64
 AGAIN_S = 0.2
 METAS_MAX = 64
@@ -90,6 +92,8 @@ class Layer:
         self._wake = asyncio.Event()
         self._balancing = False
         self._fitting = False
+        self._misfits = asyncio.Event()
+        self._said_misfits = 0.0
         self._version = 0
         self._tasks = Tasks()
         rpc.on(Publish, self._publish)
@@ -137,8 +141,18 @@ class Layer:
         except CallFailed:
             kind.asked_until = 0.0
 
+    def misfits(self) -> None:
+        """A question found much less than the scale says: another one would be better."""
+        now = self._now()
+        contact = self._members.contact(self._members.speaker)
+        if now - self._said_misfits >= self._config.layer_fit_min_s and contact is not None:
+            self._said_misfits = now
+            self._rpc.tell(contact, Arouse(stale=self.scale.version))
+
     def _arouse(self, sender: Contact, message: Arouse) -> Done:
         kind, now = self.kind(message.kind), self._now()
+        if message.stale and message.stale == self.scale.version:
+            self._misfits.set()
         if kind.until - now < 0.7 * self._config.layer_active_s:
             kind.until = self.kinds[ALL].until = now + self._config.layer_active_s
             # a word may be lost: who misses it hears the next one
@@ -177,7 +191,13 @@ class Layer:
     async def _fit(self) -> None:
         """As the speaker, while it is wanted: see that no part of the ring is much fuller."""
         while True:
-            await asyncio.sleep(self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random()))
+            least_s = self._config.layer_fit_min_s * max(1.0, self._members.count / 100)
+            await asyncio.sleep(min(least_s, self._config.layer_fit_s))
+            self._misfits.clear()
+            late_s = self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random()) - least_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, late_s)):
+                    await self._misfits.wait()
             if not self.active:
                 self._fitting = False
                 return
@@ -188,9 +208,8 @@ class Layer:
             answers = await asyncio.gather(*calls, return_exceptions=True)
             found = [a.order for a in answers if isinstance(a, Sampled)]
             made = fit(self.scale.version + 1, found)
-            if made is not None and skew(self.scale, found) > max(
-                SKEW_MAX, 1.5 * skew(made, found)
-            ):
+            most = SKEW_MAX if not self._misfits.is_set() else SKEW_MISFIT
+            if made is not None and skew(self.scale, found) > most * max(1.0, skew(made, found)):
                 self.counts["scales"] += 1
                 self._liveness.announce(self._about(made))
 

@@ -192,6 +192,8 @@ class Questions:
             if message.dry:
                 self._dry_until = self._now() + self._config.layer_dry_s
             self._hopeful = not message.dry
+            if message.last and message.stale:
+                self._layer.misfits()
         return Done()
 
     # ----------------------------------------------------------------- being asked
@@ -267,8 +269,9 @@ class Questions:
         scale = self._layer.scale
         newer = scale if last and scale.version > message.scale else None
         answer = Ranged(
-            id=message.id, part=message.part, last=last, rows=rows, dry=message.dry, scale=newer
-        )
+            id=message.id, part=message.part, last=last, rows=rows, dry=message.dry, scale=newer,
+            stale=message.stale,
+        )  # fmt: skip
         home = self._members.contact(message.home)
         if home is not None and message.careful:
             self._tasks.spawn(self._make_sure(home, answer))
@@ -315,7 +318,8 @@ class Questions:
         if message.rows:
             message = self._answer(message, message.rows, last=False)
         dry = message.dry or (enough and message.top <= 1 and not message.part)
-        message = message.model_copy(update={"dry": dry, "empty": 0})
+        stale = message.stale or enough
+        message = message.model_copy(update={"dry": dry, "stale": stale, "empty": 0})
         self._begin(kind, self._stretch(kind, message, message.top))
         return True
 

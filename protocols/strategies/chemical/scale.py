@@ -25,6 +25,8 @@ PARTS = 32
 WIDE = 3
 #: what is less than any that was seen has as much of the ring as this share of a part
 BEFORE = 1 / 8
+#: of a part from one value to another, what belongs to the lower one
+OF_ONE = 0.9
 #: until anything is known: what is idle has two fifths of the ring, what is full two fifths
 FIRST = Scale(0, (*(i / 13 for i in range(14)), *(1 + i * 999 / 6 for i in range(1, 6)),
                   *(STEPS + i / 13 for i in range(13))))  # fmt: skip
@@ -47,11 +49,33 @@ def place(scale: Scale, order: float) -> float:
     """Of the ring, from 0 to below 1; never less for a larger order."""
     points = scale.points
     part = bisect_right(points, order)
-    low = points[part - 1] if part else 0.0
-    high = points[part] if part < len(points) else TOP
-    inside = (order - low) / (high - low) if high > low else 0.0
-    inside = min(max(inside, 0.0), 0.999999)
-    return (BEFORE * inside if not part else BEFORE + part - 1 + inside) / (BEFORE + len(points))
+    if not part:
+        inside = order / points[0] if points else order / TOP
+        return BEFORE * min(max(inside, 0.0), 0.999999) / (BEFORE + len(points))
+    if part < len(points):
+        inside = _inside(points[part - 1], points[part], order)
+    else:  # nobody knows what is there
+        inside = (order - points[-1]) / (TOP - points[-1])
+    inside = min(inside, 0.999999)
+    return (BEFORE + part - 1 + inside) / (BEFORE + len(points))
+
+
+def _inside(low: float, high: float, order: float) -> float:
+    """How far an order is from the lower end of a part to the upper. Between two values there is
+    nothing, but for a tie: so those of the lower one have nearly all of the part."""
+    end = min(high, int(low) + 1.0)
+    if order <= end or end >= high:
+        return (order - low) / (end - low) * (1.0 if end >= high else OF_ONE)
+    return OF_ONE + (1 - OF_ONE) * (order - end) / (high - end)
+
+
+def _order_inside(low: float, high: float, inside: float) -> float:
+    end = min(high, int(low) + 1.0)
+    if end >= high:
+        return low + (high - low) * inside
+    if inside <= OF_ONE:
+        return low + (end - low) * inside / OF_ONE
+    return end + (high - end) * (inside - OF_ONE) / (1 - OF_ONE)
 
 
 def key(start: bytes, scale: Scale, order: float) -> bytes:
@@ -66,8 +90,10 @@ def order_at(scale: Scale, place: float) -> float:
     if at < 0 or not points:
         return (1 + at / BEFORE) * (points[0] if points else TOP)
     part = min(len(points) - 1, int(at))
-    high = points[part + 1] if part + 1 < len(points) else TOP
-    return points[part] + (high - points[part]) * (at - part)
+    inside = min(1.0, at - part)
+    if part + 1 == len(points):
+        return points[-1] + (TOP - points[-1]) * inside
+    return _order_inside(points[part], points[part + 1], inside)
 
 
 def fit(version: int, sample: Iterable[float]) -> Scale | None:
@@ -85,6 +111,7 @@ def fit(version: int, sample: Iterable[float]) -> Scale | None:
         while len(points) < parts and len(points) * total < (before + have) * parts:
             points.append(value + (len(points) * total / parts - before) / have)
         before += have
+    points.append(max(counts) + 1.0)  # what is more than any has a part, too: they are soon there
     return Scale(version, tuple(points))
 
 
