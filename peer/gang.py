@@ -28,7 +28,7 @@ REASON_MAX = 2000
 
 @dataclass(slots=True)
 class Mending:
-    """What is to be written, and done, so that a gang is of one mind."""
+    """What is to be written, and done, so that a gang, or a branch, is of one mind."""
 
     lost: list[tuple[str, int, str, str, bool]] = field(default_factory=list)
     reopened: list[tuple[str, str]] = field(default_factory=list)  # their failures still count
@@ -47,13 +47,13 @@ def mend(run: Run, gang: tuple[str, ...]) -> Mending:
         for task, state in states.items():
             if state not in FINAL:
                 found.skipped.append((task, "skipped", why))
-                found.running += _running(run, task)
+                found.running += running_of(run, task)
     elif again and len(again) < len(gang):
         why = f"begins anew with {again[0]}: {run.tasks[again[0]].reason}"
         for task, state in states.items():
             if state == "running":
                 found.lost.append((task, run.tasks[task].number, why, "retrying", False))
-                found.running += _running(run, task)
+                found.running += running_of(run, task)
             elif state == "succeeded":
                 found.reopened.append((task, why))
             elif state == "pending":
@@ -61,7 +61,7 @@ def mend(run: Run, gang: tuple[str, ...]) -> Mending:
     return found
 
 
-def _running(run: Run, task: str) -> list[tuple[str, int, bytes]]:
+def running_of(run: Run, task: str) -> list[tuple[str, int, bytes]]:
     return [(task, a.number, a.peer) for a in run.tasks[task].attempts if a.state == "running"]
 
 

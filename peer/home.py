@@ -51,9 +51,10 @@ from protocols.strategy import Placed, Placement, Strategy, Unit
 from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
+from .branch import mend_branch
 from .database import DatabaseError
 from .dispatch import Dispatch
-from .gang import REASON_MAX, Company, mend
+from .gang import REASON_MAX, Company, Mending, mend
 from .given import Given
 from .journal import Journal
 from .reasons import waiting_for
@@ -438,7 +439,24 @@ class Home:
 
     def _mend(self, run: Run, gang: tuple[str, ...]) -> None:
         """What runs at several peers at once runs at all of them, or at none."""
-        found = mend(run, gang)
+        self._do(run, mend(run, gang), counting=True)
+        if not any(run.tasks[name].state == "pending" for name in gang):
+            self._withdraw_gang(run, gang)
+
+    def _mend_branch(self, run: Run, branch: str) -> None:
+        found = mend_branch(run, branch)
+        self._do(run, found, counting=False)
+        keys = [_key(run, name, run.tasks[name].number + 1) for name in found.unplaced]
+        if keys:
+            self.strategy(run).withdraw(keys)
+        again = [*found.unplaced, *(n for n, *_ in found.lost), *(n for n, _ in found.reopened)]
+        for name in again:
+            if run.tasks[name].state == "retrying":
+                run._set(run.tasks[name], "waiting")
+        self._place_ready(run, [run.tasks[name] for name in again])
+
+    def _do(self, run: Run, found: Mending, counting: bool) -> None:
+        """`counting`: what begins anew keeps its number of failures."""
         if found.skipped:
             self._write(run, "skipped", {"tasks": found.skipped})
             for name, _, _ in found.skipped:
@@ -446,11 +464,10 @@ class Home:
         if found.lost:
             self._write(run, "lost", {"attempts": found.lost})
         if found.reopened:
-            self._write(run, "reopened", {"tasks": found.reopened, "gang": True})
+            more = {"gang": True} if counting else {}
+            self._write(run, "reopened", {"tasks": found.reopened, **more})
         for name in found.unplaced:
             run.unplace(run.tasks[name])
-        if not any(run.tasks[name].state == "pending" for name in gang):
-            self._withdraw_gang(run, gang)
         for name, number, peer in found.running:
             self._abort_at(run, peer, [_key(run, name, number)])
 
@@ -460,9 +477,13 @@ class Home:
 
     def _mend_those(self, run: Run, names: Iterable[str]) -> None:
         tasks = run.workflow.tasks
+        names = list(names)
         for gang in dict.fromkeys(tasks[name].gang for name in names):
             if gang:
                 self._mend(run, gang)
+        for branch in dict.fromkeys(tasks[name].branch for name in names):
+            if branch:
+                self._mend_branch(run, branch)
 
     def _unit(self, run: Run, task: TaskState, deadline: float | None) -> Unit:
         avoid: frozenset[bytes] = frozenset()
@@ -725,6 +746,7 @@ class Home:
                 or (attempt.state != "running" and ended.kind != "ok")
                 # what was begun anew with its gang is of no use to that
                 or (attempt.state != "running" and run.workflow.tasks[task.id].gang)
+                or (run.workflow.tasks[task.id].branch and attempt.way != run.ways[task.id])
             )
             # after the first result, after a cancel, or for an attempt given up: ignored
             if task.state in FINAL or stale or task.id in seen:

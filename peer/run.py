@@ -48,6 +48,7 @@ class AttemptState:
     reason: str = ""
     outcome: Outcome | None = None
     epoch: int = 0  # of the home that gave it
+    way: int = 0  # which of the task's alternatives it is
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class TaskState:
     won: Outcome | None = None
     holder: bytes = b""  # the peer that ran the winning attempt
     copied_to: bytes = b""  # the home of that time, which got what was enclosed
+    won_way: int = 0
+    asked_way: int = 0  # in which a peer is looked for
 
     def attempt(self, number: int) -> AttemptState | None:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
@@ -128,6 +131,10 @@ class Run:
         self.policies = Policies(workflow.policies) if workflow.policies else None
         self.memory_bytes: dict[str, int] = {}  # what a policy gives a task, in place of its need
         self.ways: Counter[str] = Counter()  # which of its alternatives a task is at
+        self.branches: dict[str, tuple[str, ...]] = {}
+        for spec in workflow.tasks.values():
+            if spec.branch:
+                self.branches[spec.branch] = (*self.branches.get(spec.branch, ()), spec.id)
         self._considered: set[tuple[str, int]] = set()
 
     # ----------------------------------------------------------------- the journal
@@ -188,7 +195,8 @@ class Run:
         for name, number, peer, boot in body["attempts"]:
             task = self.tasks[name]
             task.number = max(task.number, number)
-            attempt = AttemptState(number, peer, boot, at, body["placement"], epoch=self.epoch)
+            placement, way = body["placement"], self.ways[name]
+            attempt = AttemptState(number, peer, boot, at, placement, epoch=self.epoch, way=way)
             task.attempts.append(attempt)
             del task.attempts[:-ATTEMPTS_SHOWN_MAX]
             if task.state not in FINAL:
@@ -205,6 +213,7 @@ class Run:
             task.reason = ended.reason
             if verdict == "succeeded":
                 task.won, task.holder, task.copied_to = ended, peer, self.home
+                task.won_way = attempt.way if attempt is not None else self.ways[task.id]
                 self._observe(task, ended)
                 self._set(task, verdict)
             elif verdict == "returned":
@@ -218,7 +227,8 @@ class Run:
                 self._set(task, verdict)
         self.memory_bytes.update(body.get("memory", ()))
         for name in body.get("instead", ()):
-            for one in self.workflow.tasks[name].gang or (name,):  # at once in the same way
+            spec = self.workflow.tasks[name]
+            for one in self.branches.get(spec.branch) or spec.gang or (name,):  # all of them
                 self.ways[one] += 1
                 self.memory_bytes.pop(one, None)
                 self.tasks[one].failures = 0
@@ -278,6 +288,7 @@ class Run:
 
     def set_pending(self, task: TaskState) -> None:
         """Given to the strategy. Not journaled: after a restart it is simply given again."""
+        task.asked_way = self.ways[task.id]
         self._set(task, "pending")
 
     def unplace(self, task: TaskState) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from peer.branch import mend_branch
+from peer.gang import Mending
 from peer.policies import SHIPPED, Again, Policies, read_policy
 from peer.run import Run
 from peer.work import read_document
@@ -179,7 +184,96 @@ def test_a_task_that_needs_more_than_it_asked_for_is_rescued(
     assert view["needs"]["memory_bytes"] == 256 * MIB
 
 
-def test_a_branch_that_fails_is_done_in_another_way(own_cluster: Callable[..., Cluster]) -> None:
+BRANCH: dict[str, dict[str, Any]] = {
+    "index": {
+        "branch": "mapping",
+        "command": "echo fine > index",
+        "outputs": ["index"],
+        "alternatives": [{"command": "echo plain > index"}],
+    },
+    "side": {  # runs while the branch fails
+        "branch": "mapping",
+        "command": "sleep 30; echo fine > side",
+        "outputs": ["side"],
+        "alternatives": [{"command": "echo plain > side"}],
+    },
+    "align": {
+        "branch": "mapping",
+        "command": "grep plain index > hits",
+        "inputs": ["index"],
+        "outputs": ["hits"],
+        "alternatives": [{"command": "grep plain index > hits"}],
+    },
+    "other": {"command": "cat index > seen", "inputs": ["index"], "outputs": ["seen"]},
+    "report": {"command": "cat side hits > out", "inputs": ["side", "hits"], "outputs": ["out"]},
+}
+
+
+def branch_run() -> Run:
+    document = {"name": "b", "policies": ["alternatives"], "tasks": BRANCH}
+    return Run("w", read_document(json.dumps(document).encode(), {}), 0.0, b"h")
+
+
+def test_all_of_a_branch_begin_anew_in_the_next_way() -> None:
+    run = branch_run()
+    for name in ("index", "side", "align"):
+        run.apply("started", {"attempts": [(name, 1, b"p", 1)], "placement": {}}, 0.0, 1)
+    done = {"outcomes": [(Outcome(AttemptKey("w", "index", 1), "ok"), b"p", "succeeded")]}
+    run.apply("finished", done, 1.0, 1)
+    assert not any(vars_of(mend_branch(run, "mapping")))
+    failed = Outcome(AttemptKey("w", "align", 1), "failed", "exit code 1", 1, cause="exit")
+    again = run.consider(failed)
+    assert again is not None
+    assert again.instead
+    body = {"outcomes": [(failed, b"p", "retrying")], "instead": ["align"]}
+    run.apply("finished", body, 2.0, 1)
+    assert [run.ways[name] for name in ("index", "side", "align", "other")] == [1, 1, 1, 0]
+    found = mend_branch(run, "mapping")
+    assert [name for name, _ in found.reopened] == ["index"]
+    assert found.running == [("side", 1, b"p")]
+    run.apply("reopened", {"tasks": found.reopened}, 3.0, 1)
+    run.apply("lost", {"attempts": found.lost}, 3.0, 1)
+    assert not any(vars_of(mend_branch(run, "mapping"))), "once is enough"
+    assert run.spec("index").command == ("sh", "-c", "echo plain > index")
+    assert run.tasks["align"].missing == 1 + 1, "it waits for the new index"
+
+
+def vars_of(found: Mending) -> list[object]:
+    return [found.lost, found.reopened, found.skipped, found.unplaced, found.running]
+
+
+@pytest.mark.parametrize(
+    ("change", "trouble"),
+    [
+        ({"alternatives": []}, "a task of a branch has alternatives"),
+        ({"alternatives": [{"command": "a"}, {"command": "b"}]}, "they go from one to the next"),
+        ({"peers": 2, "outputs": []}, "what runs at several peers at once is of no branch"),
+    ],
+)
+def test_branches_are_checked(change: dict[str, object], trouble: str) -> None:
+    tasks = {**BRANCH, "side": {**BRANCH["side"], **change}, "report": {"command": "x"}}
+    document = {"name": "b", "policies": ["alternatives"], "tasks": tasks}
+    with pytest.raises(DocumentError, match=trouble) as found:
+        read_document(json.dumps(document).encode(), {})
+    assert "/tasks/side/branch" in str(found.value)
+
+
+def test_a_branch_of_several_tasks_is_replaced(own_cluster: Callable[..., Cluster]) -> None:
+    live = own_cluster(3)
+    document = {"name": "b", "policies": ["alternatives"], "tasks": BRANCH}
+    started = time.monotonic()
+    workflow = live.client().submit(document)
+    assert workflow.wait() == "succeeded"
+    assert time.monotonic() - started < 25, "what runs in the old way is ended"
+    assert workflow.read("out") == b"plain\nplain\n"
+    assert [row["state"] for row in workflow.task("index")["history"]] == ["ok", "ok"]
+    side = workflow.task("side")["history"]
+    assert side[0]["state"] == "lost"
+    assert "branch mapping is done in another way" in side[0]["reason"]
+    assert len(workflow.task("other")["history"]) == 1, "what is of no branch is left alone"
+
+
+def test_a_task_that_fails_is_done_in_another_way(own_cluster: Callable[..., Cluster]) -> None:
     live = own_cluster(2)
     first = {
         "command": "exit 3",

@@ -113,6 +113,7 @@ class _Reader:
         for task in list(self.tasks.values()):
             self._resolve(task)
         self._tie()
+        self._check_branches()
         ordered = plan.order(self.parents)
         loop = plan.cycle(self.parents) if len(ordered) < len(self.parents) else None
         if loop:
@@ -365,8 +366,28 @@ class _Reader:
                 )
                 for other in found.alternatives
             ),
+            branch=sub.text(found.branch),
             gang=gang,
         )
+
+    def _check_branches(self) -> None:
+        """All of a branch have the same number of other ways."""
+        first: dict[str, Task] = {}
+        for task in self.tasks.values():
+            if not task.branch:
+                continue
+            other = first.setdefault(task.branch, task)
+            place = (*self.places[task.id], "branch")
+            if not task.alternatives:
+                self.problems.add(place, "a task of a branch has alternatives")
+            elif task.gang:
+                self.problems.add(place, "what runs at several peers at once is of no branch")
+            elif len(task.alternatives) != len(other.alternatives):
+                self.problems.add(
+                    place,
+                    f"it has {len(task.alternatives)} alternatives, {other.id} of the same branch "
+                    f"has {len(other.alternatives)}: they go from one to the next together",
+                )
 
     def _tie(self) -> None:
         """What runs at once begins at once, and only all of it has made what others wait for."""

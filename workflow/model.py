@@ -74,6 +74,7 @@ class Task:
     retries: int = 0
     network: bool = False
     alternatives: tuple[Alternative, ...] = ()
+    branch: str = ""  # tasks that go from one of their alternatives to the next together
     gang: tuple[str, ...] = ()  # tasks that run at different peers at once, by rank; itself too
 
 

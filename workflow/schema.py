@@ -141,6 +141,11 @@ class TaskDocument(_Strict):
         description="Other commands, one after the other, should it fail for good and a policy "
         "ask for that (`alternatives`).",
     )
+    branch: Name = Field(
+        default="",
+        description="Tasks of one branch go on to the next of their alternatives together: if one "
+        "fails for good, those that are done or running begin anew, too.",
+    )
     network: bool = Field(
         default=False, description="It needs the network, where tasks run in a sandbox without."
     )
