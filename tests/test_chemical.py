@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.config import LAN, Config
-from protocols.messages import Capacity, Contact, Meta, Needs, Scale, Ticket
-from protocols.strategies.chemical.holder import Stretch, Wish, room
-from protocols.strategies.chemical.kinds import ALL
+from protocols.messages import Capacity, Contact, Member, Meta, Needs, Scale, Ticket
+from protocols.strategies.chemical.holder import Stretch, Wish, alike, rest_of, room
+from protocols.strategies.chemical.kinds import ALL, kind_of
 from protocols.strategies.chemical.layer import Layer, load
 from protocols.strategies.chemical.questions import Questions
 from protocols.strategies.chemical.scale import (
@@ -135,15 +135,20 @@ def test_load_says_whether_there_is_room() -> None:
 class Resource(SimPeer):
     """A peer whose load a test sets."""
 
-    def __init__(self, network: Network, index: int, config: Config = LAN) -> None:
-        super().__init__(network, index, config, Capacity(100_000, 2**40))
+    def __init__(
+        self, network: Network, index: int, config: Config = LAN, large: bool = True
+    ) -> None:
+        self.memory = 2**40 if large else 2**33
+        super().__init__(network, index, config, Capacity(100_000, self.memory))
+        self.large = large
         self.used = 0
         self.layer = Layer(self.rpc, self.members, self.liveness, self.rng, config, self.ticket)
         self.questions = Questions(self.rpc, self.members, self.layer, self.rng, config)
         self._tasks.append(asyncio.ensure_future(self.layer.run()))
 
     def ticket(self) -> Ticket:
-        return Ticket(Capacity(100_000 - 1000 * self.used, 2**40), 0.5 if self.used < 100 else 0.0)
+        free = Capacity(100_000 - 1000 * self.used, self.memory)
+        return Ticket(free, 0.5 if self.used < 100 else 0.0)
 
     def use(self, cores: int) -> None:
         self.used = cores
@@ -180,8 +185,10 @@ class Resource(SimPeer):
         await super().close()
 
 
-async def resources(network: Network, count: int, config: Config = LAN) -> list[Resource]:
-    peers = [Resource(network, index, config) for index in range(count)]
+async def resources(
+    network: Network, count: int, config: Config = LAN, large_each: int = 1
+) -> list[Resource]:
+    peers = [Resource(network, i, config, i % large_each == 0) for i in range(count)]
     for peer in peers[1:]:
         await peer.join(peers[0])
     loop = asyncio.get_running_loop()
@@ -313,6 +320,71 @@ def test_places_are_where_the_ring_says() -> None:
     ring = [Contact(peer_id(n), "h", 1) for n in range(5)]
     assert {len(key(bytes(20), FIRST, order(0.5, c.id))) for c in ring} == {20}
     assert all(0 <= tie(c.id) < 1 for c in ring)
+
+
+def test_what_is_taken_of_a_molecule_leaves_a_rest() -> None:
+    """Section 3.3.3: what was consumed is not given to another task; what is left may be."""
+    capacity = Capacity(4000, 2**32)
+    whole = Meta(peer_id(1), order(0.0, peer_id(1)), 7, capacity)
+    rest = rest_of(whole, capacity, Needs(Capacity(1000, 2**30)), 2)
+    assert rest is not None
+    assert rest.free == Capacity(2000, 2**31)
+    assert rest.version == 7
+    assert int(rest.order) == 450
+    assert rest_of(rest, capacity, Needs(Capacity(1000)), 2) is None, "there is no room any more"
+    assert rest_of(rest, capacity, Needs(Capacity(1000)), 3) is None, "nobody knows"
+    assert alike(Capacity(64_000), Capacity(63_000), Capacity(64_000)), "not worth a word"
+    assert not alike(Capacity(4000), Capacity(3000), Capacity(4000))
+
+
+def test_similar_needs_that_few_meet_are_of_one_kind() -> None:
+    """Section 3.2: queries with several criteria."""
+    large, small = Capacity(8000, 2**38), Capacity(4000, 2**33)
+    here = [
+        Member(Contact(peer_id(n), "h", 1), capacity=large if n % 10 == 0 else small)
+        for n in range(100)
+    ]
+    assert kind_of(ONE, here) == ALL, "all meet them"
+    few = kind_of(Needs(Capacity(1000, 2**37)), here)
+    assert few == kind_of(Needs(Capacity(1000, 2**37 + 5)), here) != ALL
+    assert kind_of(Needs(Capacity(1000, 2**40)), here) == ALL, "nobody does: no ring of nobody"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_criteria_are_one_walk_over_those_that_meet_them(seed: int) -> None:
+    """Section 3.2: a query such as cpu < 80 % with others; here: a memory that one in eight has,
+    the least loaded first, also after one of them has died."""
+    scarce = Needs(Capacity(1000, 2**38))
+
+    async def scenario() -> None:
+        network = Network(seed, Faults(loss=0.01))
+        peers = await resources(network, 40, replace(LAN, layer_fit_s=1.0), large_each=8)
+        rng = random.Random(seed)
+        for peer in peers:
+            peer.use(rng.choice((0, 30, 77, 100)) if peer.large else 0)
+        home = peers[3]
+        for crash in (False, True):
+            if crash:
+                victim = next(p for p in peers if p.large)
+                peers.remove(victim)
+                await victim.crash()
+            for _ in range(5):
+                await home.layer.want(home.questions.kind_of(scarce)[0])
+                await asyncio.sleep(5)
+            before = sum(p.layer.counts["asked"] for p in peers)
+            found = await home.ask(scarce, 100_000)
+            asked = sum(p.layer.counts["asked"] for p in peers) - before
+            loads = {p.contact.id: p.used for p in peers}
+            free = [p.contact.id for p in peers if p.large and p.used < 100]
+            assert Counter(found) == Counter(free)
+            assert [loads[p] for p in found] == sorted(loads[p] for p in found)
+            assert asked <= 5 * 5, "five nodes hold them, whatever the others do"
+            await asyncio.sleep(12)
+        for peer in peers:
+            assert not peer.errors
+            await peer.close()
+
+    run(scenario())
 
 
 # --------------------------------------------------------------------------- live
