@@ -7,8 +7,8 @@ at most (4 ms). Two modes:
 
 - *default*: what Valence does. A task goes as soon as what it takes is there; a group of equal
   tasks asks once; every node knows the others, so a place on the ring is one step away.
-- *paper*: level by level; each task asks for itself; a place on the ring is looked up, from finger
-  to finger.
+- *paper*: level by level, molecules at the owners of their ids (`engine`); each task asks for
+  itself; a place on the ring is looked up, from finger to finger.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from protocols.messages import (
     Commit,
     Committed,
     Contact,
+    Done,
     Member,
     Needs,
     Offers,
@@ -49,6 +50,8 @@ from protocols.strategies.chemical.questions import Questions
 from protocols.strategy import Placed, Unit
 from sim.loop import run_out
 from sim.network import Faults, Network
+
+from .engine import Engine, TaskEnded, task_molecule
 
 STEP_S = 0.004
 CORES = 64
@@ -124,6 +127,13 @@ class Node:
         if space.plan.mode == "paper":
             self.overlay = _Overlay(self.rpc, self.rng, CONFIG)
             self.layer.locate = self.locate
+            # every task asks the layer, also where the node that holds it is idle itself
+            self.strategy._here = lambda group, count: None  # type: ignore[method-assign]
+            self.engine = Engine(
+                self.rpc, members, self.locate, space.spawn, self._look_for, space.results
+            )
+        else:
+            self.rpc.on(TaskEnded, self._ended)
         self.rpc.on(Reserve, self._reserve)
         self.rpc.on(ReturnLeases, self._return_leases)
         self.rpc.on(Commit, self._commit)
@@ -169,15 +179,25 @@ class Node:
     def _end(self, home: Contact, key: AttemptKey) -> None:
         self.admission.release(key)
         self.layer.changed()
-        self.space.network.sent += 2  # it tells the home, which says that it heard
-        delay_s = self.space.network.faults.latency_s
-        asyncio.get_running_loop().call_later(delay_s, self.space.ended, key)
+        self.space.spawn(self._report(home, key))
 
-    # as an entry point
+    async def _report(self, home: Contact, key: AttemptKey) -> None:
+        await self.rpc.call(home, TaskEnded(key=key), Done, 30.0)
+
+    def _ended(self, sender: Contact, message: TaskEnded) -> Done:
+        self.space.ended(message.key)
+        return Done()
+
+    # as an entry point, or as who holds a task
+
+    def _look_for(self, key: AttemptKey) -> None:
+        self.strategy.add([Unit(key, NEEDS)])
 
     def placed(self, batch: list[Placed]) -> None:
         by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
         for one in batch:
+            if self.space.plan.mode == "paper":
+                self.engine.found(one.unit.key, one.peer.id, one.lease)
             work = Work(one.unit.key, one.lease, one.unit.needs, command=("work",))
             by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(work)
         for contact, works in by_peer.values():
@@ -212,7 +232,6 @@ class Space:
         self.left: dict[str, int] = {}
         self.parents: dict[tuple[str, str], set[str]] = {}
         self.children: dict[tuple[str, str], list[str]] = {}
-        self.levels: dict[str, list[list[str]]] = {}
         self.home: dict[str, Node] = {}
         self.began: dict[str, float] = {}
         self.times: list[float] = []
@@ -237,7 +256,6 @@ class Space:
             [f"{level}.{i}" for i in range(rng.randint(*WIDTH))]
             for level in range(rng.randint(*LEVELS))
         ]
-        self.levels[workflow] = levels
         self.left[workflow] = sum(map(len, levels))
         self.home[workflow] = rng.choice(self.nodes)
         self.began[workflow] = asyncio.get_running_loop().time()
@@ -250,33 +268,30 @@ class Space:
                 for parent in taken:
                     self.children.setdefault((workflow, parent), []).append(task)
             above = level
-        self.place(workflow, levels[0])
+        if self.plan.mode == "paper":
+            found = [
+                task_molecule(workflow, task, n, self.children.get((workflow, task), []))
+                for n, level in enumerate(levels)
+                for task in level
+            ]
+            self.spawn(self.home[workflow].engine.submit(workflow, found))
+        else:
+            self.place(workflow, levels[0])
 
     def place(self, workflow: str, tasks: Iterable[str]) -> None:
         units = [Unit(AttemptKey(workflow, task, 1), NEEDS) for task in tasks]
-        home = self.home[workflow]
-        if self.plan.mode == "paper":  # each is a molecule of its own, at the owner of its id
-            for unit in units:
-                self.network.sent += 2
-                self.rng.choice(self.nodes).strategy.add([unit])
-        else:
-            home.strategy.add(units)
+        self.home[workflow].strategy.add(units)
+
+    def results(self, workflow: str) -> None:
+        self.times.append(asyncio.get_running_loop().time() - self.began[workflow])
+        if len(self.times) == self.plan.workflows:
+            self.over.set()
 
     def ended(self, key: AttemptKey) -> None:
         workflow = key.workflow
         self.left[workflow] -= 1
         if not self.left[workflow]:
-            self.times.append(asyncio.get_running_loop().time() - self.began[workflow])
-            if len(self.times) == self.plan.workflows:
-                self.over.set()
-            return
-        if self.plan.mode == "paper":
-            level = int(key.task.split(".")[0])
-            names = self.levels[workflow][level]
-            names.remove(key.task)
-            if not names:
-                self.network.sent += 2  # the next level's molecule is fetched and made READY
-                self.place(workflow, list(self.levels[workflow][level + 1]))
+            self.results(workflow)
             return
         ready = []
         for child in self.children.get((workflow, key.task), ()):
