@@ -2,7 +2,8 @@
 
 `python -m bench.papers.chemical [--nodes 100,1000] [--workflows 10,50] [--out DIR] [--json]` prints
 what the paper's Figures 6 to 8 show (it gives no numbers beside them), in its own mode and in ours,
-and draws them if matplotlib is there.
+and draws them if matplotlib is there. BY LOG N: messages a task, divided by log2 of the nodes; in
+the paper's mode by its square. If it falls or stays, they grow no faster than that.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from valence.display import Display
 
 from .space import STEP_S, Experiment, Result, experiment
 
-NODES = (100, 300, 1000)
-WORKFLOWS = (10, 50, 100)
+NODES = (100, 1000, 10_000)
+WORKFLOWS = (10, 100, 500)
 MODES = ("default", "paper")
 FIGURES = {
     "6-time": ("steps", "steps a workflow takes"),
@@ -98,7 +99,7 @@ def main() -> int:
         print(json.dumps(rows))
         return 0
     say = Display()
-    heads = ("MODE", "NODES", "WORKFLOWS", "TASKS", "STEPS", "MESSAGES A TASK", "BY LOG2 N",
+    heads = ("MODE", "NODES", "WORKFLOWS", "TASKS", "STEPS", "MESSAGES A TASK", "BY LOG N",
              "A NODE", "LEAST LOADED")  # fmt: skip
     say.table(
         heads,
@@ -106,7 +107,7 @@ def main() -> int:
             (
                 r["mode"], f"{r['nodes']:,}", str(r["workflows"]), f"{r['tasks']:,}",
                 f"{r['steps']:.0f}", f"{r['per_task']:.1f}",
-                f"{r['per_task'] / math.log2(r['nodes']):.2f}",
+                f"{r['per_task'] / math.log2(r['nodes']) ** (1 + (r['mode'] == 'paper')):.2f}",
                 f"{r['per_node']:.1f}", f"{r['best']:.1%}",
             )
             for r in rows

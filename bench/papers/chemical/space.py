@@ -45,6 +45,7 @@ from protocols.messages import (
 from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
 from protocols.rpc import Rpc
 from protocols.strategies.chemical.chemical import Chemical
+from protocols.strategies.chemical.holder import USED_STEPS
 from protocols.strategies.chemical.layer import Layer
 from protocols.strategies.chemical.questions import Questions
 from protocols.strategy import Placed, Unit
@@ -245,10 +246,10 @@ class Space:
         task.add_done_callback(self._tasks.discard)
 
     def captured(self, node: Node) -> None:
-        """Is it among the least loaded, the moment that it is asked?"""
-        free = node.admission.free.millicores
+        """Is it among the least loaded, the moment that it is asked? To a step of the layer."""
+        free, step = node.admission.free.millicores, 1000 * CORES // USED_STEPS
         sample = self.rng.sample(self.nodes, min(50, len(self.nodes)))
-        self.best.append(all(free >= other.admission.free.millicores - 1000 for other in sample))
+        self.best.append(all(free >= other.admission.free.millicores - step for other in sample))
 
     def submit(self, number: int) -> None:
         rng, workflow = self.rng, f"w{number}"
