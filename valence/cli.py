@@ -453,7 +453,9 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         )
         looked = f"{placement['matching']} of {placement['known']} peers match; "
         found = "" if placement["matching"] is None else looked
-        display.say(f"  {placement['strategy']}: {found}{placement['why']}")
+        took_s = placement.get("sought_s")
+        took = "" if took_s is None else f"; found within {1000 * took_s:.3g} ms"
+        display.say(f"  {placement['strategy']}: {found}{placement['why']}{took}")
         for asked in placement["asked"]:
             answer = f"offered {asked['offered']}"
             if asked["refusal"]:
