@@ -150,6 +150,7 @@ def _sample_messages() -> Iterator[messages.Message]:
         wait_s=5.0, scale=1, top=1000.0, leg=1, nodes=9, empty=2, rows=found,
     )  # fmt: skip
     yield messages.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
+    yield messages.Unwished(needs=needs)
     yield messages.InUse(scale=scale, kinds=((needs, 5.0),))
     yield messages.Wave(members=(pack_member(member),), end=_ME, digest=7, about=b"x")
     yield messages.Shortfall(claim=1, cell=_ME, promised=2)

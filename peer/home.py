@@ -769,7 +769,7 @@ class Home:
                 if again.memory_bytes:
                     memory[task.id] = again.memory_bytes
                 if again.instead:
-                    instead.append(task.id)
+                    instead.append(task.id)  # for all of its branch: once, see `Run._on_finished`
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
             rows.append((ended, peer, verdict))

@@ -226,12 +226,14 @@ class Run:
                 task.failures += 1
                 self._set(task, verdict)
         self.memory_bytes.update(body.get("memory", ()))
+        together: set[str] = set()
         for name in body.get("instead", ()):
             spec = self.workflow.tasks[name]
-            for one in self.branches.get(spec.branch) or spec.gang or (name,):  # all of them
-                self.ways[one] += 1
-                self.memory_bytes.pop(one, None)
-                self.tasks[one].failures = 0
+            together.update(self.branches.get(spec.branch) or spec.gang or (name,))
+        for one in together:  # once, also if several of them have failed
+            self.ways[one] += 1
+            self.memory_bytes.pop(one, None)
+            self.tasks[one].failures = 0
 
     def _on_lost(self, body: dict[str, Any], at: float) -> None:
         for name, number, reason, verdict, begun in body["attempts"]:

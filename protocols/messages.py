@@ -874,6 +874,13 @@ class Ranged(Message):
     stale: bool = False
 
 
+@numbered(72)
+class Unwished(Message):
+    """To a node that told of what appeared: there is enough of it."""
+
+    needs: Needs
+
+
 @numbered(71)
 class InUse(Message):
     """To all peers, in a wave: which kinds of peers are asked for on the layer, and for how long

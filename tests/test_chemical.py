@@ -163,9 +163,10 @@ class Resource(SimPeer):
         anew where it stands while the question is on its way may come to it as a wish.)"""
         found: dict[bytes, Meta] = {}
 
-        def add(meta: Meta) -> None:
+        def add(meta: Meta) -> bool:
             if meta.peer not in found or meta.version > found[meta.peer].version:
                 found[meta.peer] = meta
+            return True
 
         before, self.layer.on_appeared = self.layer.on_appeared, lambda meta, *_: add(meta)
         async for rows in self.questions.ask(needs, count, None):
@@ -265,7 +266,7 @@ def test_who_waits_is_told_when_a_resource_appears() -> None:
             peer.use(100)
         home = peers[4]
         told: list[bytes] = []
-        home.layer.on_appeared = lambda meta, needs, count: told.append(meta.peer)
+        home.layer.on_appeared = lambda meta, needs, count: told.append(meta.peer) is None
         await home.layer.want()
         await asyncio.sleep(12)  # until the scale fits
         assert await home.ask(ONE, 1) == []
@@ -311,6 +312,26 @@ def test_garbage_about_the_layer_is_counted_and_changes_nothing() -> None:
         wrong = Scale(9, (5.0, 1.0))
         peer.layer.adopt(wrong)
         assert peer.layer.scale == FIRST, "its points do not rise"
+        await peer.close()
+
+    run(scenario())
+
+
+def test_hostile_scales_and_orders_change_nothing() -> None:
+    full = fit(1, [1000.2, 1000.4, 1000.6, 1000.9])
+    assert full is not None
+    assert all(0 <= place(full, found) < 1 for found in (0.0, 1000.5, 1001.0, 5000.0, 1e6))
+
+    async def scenario() -> None:
+        peer = Resource(Network(8), 0)
+        for hostile in (Scale(2**60, (1.0,)), Scale(3, (1.0, 5000.0)), Scale(3, (2.0, 1.0))):
+            peer.layer.adopt(hostile)
+            assert peer.layer.scale == FIRST
+        peer.layer.adopt(Scale(3, (1.0, 2.0)))
+        peer.layer.adopt(Scale(3, (1.0, 4.0)))
+        peer.layer.adopt(Scale(3, (1.0, 3.0)))
+        assert peer.layer.scale == Scale(3, (1.0, 4.0)), "of two all choose the same"
+        assert await peer.ask(ONE, 500_000) == []
         await peer.close()
 
     run(scenario())

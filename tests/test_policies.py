@@ -238,6 +238,21 @@ def test_all_of_a_branch_begin_anew_in_the_next_way() -> None:
     assert run.tasks["align"].missing == 1 + 1, "it waits for the new index"
 
 
+def test_two_tasks_of_a_branch_that_fail_together_are_one_step() -> None:
+    run = branch_run()
+    rows = []
+    for name in ("index", "side"):
+        run.apply("started", {"attempts": [(name, 1, b"p", 1)], "placement": {}}, 0.0, 1)
+        failed = Outcome(AttemptKey("w", name, 1), "failed", "exit code 1", 1, cause="exit")
+        again = run.consider(failed)
+        assert again is not None
+        assert again.instead
+        rows.append((failed, b"p", "retrying"))
+    run.apply("finished", {"outcomes": rows, "instead": ["index", "side"]}, 1.0, 1)
+    assert run.ways["align"] == 1
+    assert run.spec("align").command is not None
+
+
 def vars_of(found: Mending) -> list[object]:
     return [found.lost, found.reopened, found.skipped, found.unplaced, found.running]
 

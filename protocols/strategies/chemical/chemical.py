@@ -45,7 +45,7 @@ from .scale import value_of
 CALLS_MAX = 64
 #: those that wait are asked for once more when others come, but not for each of them
 HASTE_S = 0.1
-AGAIN_S = 0.02
+AGAIN_S, IN_VAIN_MAX = 0.02, 16
 
 
 @dataclass(slots=True)
@@ -114,18 +114,22 @@ class Chemical:
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._wake.set()
 
-    def _on_appeared(self, meta: Meta, needs: Needs, count: int) -> None:
+    def _on_appeared(self, meta: Meta, needs: Needs, count: int) -> bool:
         groups = [
             g
             for g in self._waiting.groups.values()
-            if g.needs == needs and g.left and meta.peer not in g.avoid
+            if g.needs == needs and g.left and meta.peer not in self._avoided(g)
         ]
         if not groups or len(self._tasks) >= CALLS_MAX:
-            self._let_be(meta.peer)
-            return
+            self._questions.let_be(meta.peer)
+            return False
         group = min(groups, key=lambda g: g.oldest_at)
         search = self._search(group, told=True)
         self._tasks.spawn(self._capture(group, meta, count, search))
+        return True
+
+    def _avoided(self, group: Group) -> tuple[bytes, ...]:
+        return self._questions.avoidable(group.needs, group.avoid) if group.avoid else ()
 
     async def run(self) -> None:
         while True:
@@ -141,7 +145,11 @@ class Chemical:
 
     def _until_next(self) -> float | None:
         groups = self._waiting.groups
-        times = [self._ask_at.get(k, 0.0) for k, group in groups.items() if self._open(group)]
+        times = [
+            self._ask_at.get(key, 0.0)
+            for key, group in groups.items()
+            if self._open(group) > 0 and not self._questions_of[key]  # whose end wakes it
+        ]
         return max(0.01, min(times) - self._now()) if times else None
 
     def _open(self, group: Group) -> int:
@@ -162,7 +170,8 @@ class Chemical:
                 continue
             if len(self._tasks) >= CALLS_MAX:
                 return  # each that ends wakes it
-            self._here(group, self._open(group))
+            if self._open(group) > 0:
+                self._here(group, self._open(group))
             if self._open(group) > 0:
                 begun = self._questions_of[key]
                 for count in self._questions.walks(group.needs, self._open(group), begun):
@@ -173,7 +182,7 @@ class Chemical:
     def _here(self, group: Group, count: int) -> None:
         """Of idle peers none is better than another, but this one is asked without a message."""
         me = self._members.me
-        if not self._layer.idle or me.contact.id in group.avoid:
+        if not self._layer.idle or me.contact.id in self._avoided(group):
             return
         if unmet(me.capacity, me.traits, group.needs):
             return
@@ -188,8 +197,9 @@ class Chemical:
 
     async def _seek(self, group: Group, count: int) -> None:
         key = group.key
-        search = self._search(group)
+        search: _Search | None = None
         try:
+            search = self._search(group)
             if not search.matching:
                 group.reason = explain(self._members.here(), group.needs) or "no peer is here"
             else:
@@ -201,14 +211,14 @@ class Chemical:
             self._questions_of[key] -= 1
             if not self._questions_of[key]:
                 del self._sought[key], self._questions_of[key]
-        if any(granted for _, granted, _ in search.asked):
-            self._ask_at.pop(key, None)  # there was something: perhaps there is more
-            self._in_vain.pop(key, None)
-        else:
-            self._in_vain[key] += 1
-            again_s = min(0.7 * self._config.layer_wait_s, AGAIN_S * 2 ** self._in_vain[key])
-            self._ask_at[key] = self._now() + again_s * (0.7 + 0.6 * self._rng.random())
-        self._wake.set()
+            if search is not None and any(granted for _, granted, _ in search.asked):
+                self._ask_at.pop(key, None)  # there was something: perhaps there is more
+                self._in_vain.pop(key, None)
+            else:
+                self._in_vain[key] = min(IN_VAIN_MAX, self._in_vain[key] + 1)
+                again_s = min(0.7 * self._config.layer_wait_s, AGAIN_S * 2 ** self._in_vain[key])
+                self._ask_at[key] = self._now() + again_s * (0.7 + 0.6 * self._rng.random())
+            self._wake.set()
 
     async def _ask(self, group: Group, count: int, search: _Search) -> None:
         runtime_s = self._estimate(group.top)
@@ -229,7 +239,7 @@ class Chemical:
         if contact is None:
             return
         if not group.left:
-            self._let_be(peer)
+            self._questions.let_be(peer)
             return
         top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
@@ -242,7 +252,9 @@ class Chemical:
         )
         try:
             limit_s = self._config.lease_ttl_s / 2
-            message = Reserve(asks=(room,), consumed=True, molecule=meta.version)
+            # if it asks for less than it was given, the rest is another one: to be said anew
+            version = meta.version if room.count == count else 0
+            message = Reserve(asks=(room,), consumed=True, molecule=version)
             answer = await self._rpc.call(contact, message, Offers, limit_s)
         except CallFailed as error:
             search.asked.append((peer, 0, str(error)))
@@ -253,12 +265,6 @@ class Chemical:
         at = f"the layer has it at {value_of(meta.order):.0%}"
         how = "appeared while it waited" if search.told else at
         self._use(group, contact, leases, search, how)
-
-    def _let_be(self, peer: bytes) -> None:
-        """It is not wanted after all: it says anew where it stands, as it was consumed."""
-        contact = self._members.contact(peer)
-        if contact is not None:
-            self._rpc.tell(contact, ReturnLeases(leases=()))
 
     def _use(
         self,

@@ -44,16 +44,18 @@ from ...messages import (
     Sampled,
     Scale,
     Ticket,
+    Unwished,
 )
 from ...rpc import CallFailed, Rpc
 from ...tasks import Tasks
 from .holder import ROOM, alike, rest_of, room, used_of
 from .kinds import ALL, Kind
-from .scale import FIRST, STEPS, fit, key, order, skew
+from .scale import FIRST, STEPS, TOP, fit, key, order, skew
 
 #: so many times more than by a new scale the fullest part may hold; or if a question found less
 SKEW_MAX, SKEW_MISFIT = 1.5, 1.15
 HOPS_MAX = 64
+VERSION_MAX = 2**48
 AGAIN_S = 0.2
 METAS_MAX = 64
 
@@ -80,7 +82,8 @@ class Layer:
         self.counts: Counter[str] = Counter()
         self.scale = FIRST
         self.kinds: dict[Needs, Kind] = {ALL: Kind(ALL, members, config)}
-        self.on_appeared: Callable[[Meta, Needs, int], None] = lambda meta, needs, count: None
+        #: True: it is wanted
+        self.on_appeared: Callable[[Meta, Needs, int], bool] = lambda meta, needs, count: False
         #: how a place is found where not every peer knows all others
         self.locate: Callable[[bytes], Awaitable[bytes]] | None = None
         self._rpc = rpc
@@ -98,6 +101,7 @@ class Layer:
         self._tasks = Tasks()
         rpc.on(Publish, self._publish)
         rpc.on(Appeared, self._appeared)
+        rpc.on(Unwished, self._unwished)
         rpc.on(Arouse, self._arouse)
         rpc.on(Sample, self._sample)
         liveness.on_announced = self._announced
@@ -174,7 +178,7 @@ class Layer:
             return
         if not self._fitting:
             self._fitting = True
-            self._tasks.spawn(self._fit())
+            self._tasks.spawn(self._keep_fitting())
         now = self._now()
         for needs, left_s in message.kinds:
             kind = self.kind(needs)
@@ -183,23 +187,32 @@ class Layer:
         self._wake.set()
 
     def adopt(self, scale: Scale | None) -> None:
-        newer = scale is not None and scale.version > self.scale.version
-        if scale is not None and newer and list(scale.points) == sorted(scale.points):
+        """The newer one; of two that were made at once, one that all choose."""
+        if scale is None or scale <= self.scale:
+            return
+        rising = all(a <= b for a, b in zip(scale.points, (*scale.points[1:], TOP), strict=True))
+        if rising and scale.version < VERSION_MAX:
             self.scale = scale
             self._wake.set()
+
+    async def _keep_fitting(self) -> None:
+        try:
+            await self._fit()
+        finally:
+            self._fitting = False
 
     async def _fit(self) -> None:
         """As the speaker, while it is wanted: see that no part of the ring is much fuller."""
         while True:
+            late_s = self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random())
             least_s = self._config.layer_fit_min_s * max(1.0, self._members.count / 100)
-            await asyncio.sleep(min(least_s, self._config.layer_fit_s))
             self._misfits.clear()
-            late_s = self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random()) - least_s
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, late_s)):
+                async with asyncio.timeout(max(0.0, late_s - least_s)):
                     await self._misfits.wait()
+            # what has just begun is not what will be
+            await asyncio.sleep(min(least_s, self._config.layer_fit_s))
             if not self.active:
-                self._fitting = False
                 return
             if self._members.speaker != self._rpc.me.id:
                 continue
@@ -326,7 +339,10 @@ class Layer:
         if not self.active:
             return
         came = new.state == State.ALIVE and (old is None or old.boot != new.boot)
-        if came and self._members.speaker == self._rpc.me.id:
+        speaker, it = self._members.speaker, new.contact.id
+        if speaker == it:  # it is that itself, and does not know it: the next one tells it
+            speaker = self._members.following(it, after=True)
+        if came and speaker == self._rpc.me.id:
             about = self._about(self.scale)
             self._tasks.spawn(self._liveness.announce_to(new.contact, about))
         for kind in self.kinds.values():
@@ -401,13 +417,22 @@ class Layer:
             home = self._members.contact(wish.home)
             if not count or home is None:
                 continue
-            del wishes[wish_key]
+            wish.count -= count
+            if wish.count <= 0:
+                del wishes[wish_key]
             self.give(kind, meta, wish.needs, count)
             self._rpc.tell(home, Appeared(meta=meta, needs=wish.needs, count=count))
             return
 
     def _appeared(self, sender: Contact, message: Appeared) -> None:
-        self.on_appeared(message.meta, message.needs, message.count)
+        if not self.on_appeared(message.meta, message.needs, message.count):
+            self._rpc.tell(sender, Unwished(needs=message.needs))
+
+    def _unwished(self, sender: Contact, message: Unwished) -> None:
+        for kind in self.kinds.values():
+            wishes = kind.stretch.wishes
+            for old in [k for k in wishes if k[:2] == (sender.id, message.needs)]:
+                del wishes[old]
 
     # ----------------------------------------------------------------- small things
 

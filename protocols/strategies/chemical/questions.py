@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable
 from ...config import Config
 from ...matching import unmet
 from ...members import Members, State
-from ...messages import Contact, Done, Found, Needs, Range, Ranged
+from ...messages import Contact, Done, Found, Needs, Range, Ranged, ReturnLeases
 from ...rpc import CallFailed, RoundTrip, Rpc
 from ...tasks import Tasks
 from .holder import Wish, room
@@ -35,6 +35,8 @@ from .scale import STEPS, place, stretch_from, tie
 DEALT_TO = 32
 #: looking for some, then leaving wishes where idle ones would appear, and where others would
 SEARCH, FOR_IDLE, FOR_OTHERS = range(3)
+#: that a question may visit, and two for each unit
+NODES_MIN = 32
 #: nodes with which a wish is left, on each leg
 WISHED_AT = 8
 #: with so many an answer is sent, and the rest as another part of it
@@ -50,6 +52,7 @@ CAREFUL_CALL_S = 0.5
 CAREFUL_S = 3.0
 KINDS_KNOWN_MAX = 256
 AVOID_MAX = 64
+UNITS_MAX = 100_000
 
 
 class _Asked:
@@ -88,6 +91,7 @@ class Questions:
         # what was given to whom: a question may come twice
         self._given: OrderedDict[tuple[bytes, int, float, bool], tuple[float, tuple[Found, ...]]]
         self._given = OrderedDict()
+        self._walked: dict[tuple[bytes, int, int, float, bool], float] = {}
         self._here: object = None
         self._kinds: dict[Needs, tuple[Needs, int]] = {}
         self._tasks = Tasks()
@@ -123,7 +127,7 @@ class Questions:
         peers = self._layer.kind(self.kind_of(needs)[0]).count
         dealt = max(1, -(-count // max(1, min(DEALT_TO, peers))))
         worth = 1 if runtime_s is None else math.ceil(WORTH_S / max(runtime_s, 1e-4))
-        return max(dealt, min(worth, TOGETHER_MAX))
+        return min(max(dealt, min(worth, TOGETHER_MAX)), UNITS_MAX)
 
     async def ask(
         self, needs: Needs, count: int, runtime_s: float | None, avoid: Iterable[bytes] = ()
@@ -133,12 +137,14 @@ class Questions:
         kind = self._layer.kind(self.kind_of(needs)[0])
         await self._layer.want(kind.needs)
         self._next_id += 1
+        count = min(count, UNITS_MAX)
         question = Range(
             home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
             each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
             low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
-            nodes=self._config.layer_walk_max, empty=0, wait_s=self._config.layer_wait_s,
-            scale=self._layer.scale.version, avoid=self._avoidable(needs, avoid),
+            nodes=min(self._config.layer_walk_max, NODES_MIN + 2 * count), empty=0,
+            wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
+            avoid=self.avoidable(needs, avoid),
         )  # fmt: skip
         question = self._stretch(kind, question, question.low)
         if not self._hopeful:
@@ -162,7 +168,7 @@ class Questions:
         finally:
             del self._asked[question.id]
 
-    def _avoidable(self, needs: Needs, avoid: Iterable[bytes]) -> tuple[bytes, ...]:
+    def avoidable(self, needs: Needs, avoid: Iterable[bytes]) -> tuple[bytes, ...]:
         """Unless there are no others."""
         members = [self._members.get(peer) for peer in avoid]
         found = [m for m in members if m and not unmet(m.capacity, m.traits, needs)]
@@ -178,6 +184,12 @@ class Questions:
         asked.stir.clear()
         return True
 
+    def let_be(self, peer: bytes) -> None:
+        """It is not wanted after all: it says anew where it stands, as it was consumed."""
+        contact = self._members.contact(peer)
+        if contact is not None:
+            self._rpc.tell(contact, ReturnLeases(leases=()))
+
     def _answer_s(self) -> float:
         """An answer takes no longer, as answers go; else it was lost on its way."""
         trip, most = self._trip, self._config.layer_answer_s
@@ -187,7 +199,10 @@ class Questions:
     def _ranged(self, sender: Contact, message: Ranged) -> Done:
         self._layer.adopt(message.scale)
         asked = self._asked.get(message.id)
-        if asked is not None:
+        if asked is None:
+            for meta, _ in message.rows:  # nobody waits for it any more
+                self.let_be(meta.peer)
+        else:
             asked.add(message)
             if message.dry:
                 self._dry_until = self._now() + self._config.layer_dry_s
@@ -201,9 +216,21 @@ class Questions:
     def _range(self, sender: Contact, message: Range) -> Done:
         self._layer.counts["asked"] += 1
         kind = self._layer.kind(message.kind)
+        if message.careful and self._was_here(message):
+            return Done()  # its sender did not hear that, and has passed this node over
         if message.nodes <= self._config.layer_walk_max:
             self._walk_on(kind, message, self._given_to(kind, message))
         return Done()
+
+    def _was_here(self, message: Range) -> bool:
+        now = self._now()
+        for old in [key for key, at in self._walked.items() if now - at > GIVEN_S]:
+            del self._walked[old]
+        key = (message.home, message.id, message.leg, message.low, message.again)
+        if key in self._walked or len(self._walked) >= GIVEN_MAX:
+            return True
+        self._walked[key] = now
+        return False
 
     def _given_to(self, kind: Kind, message: Range) -> tuple[Found, ...]:
         now = self._now()

@@ -47,7 +47,7 @@ def value_of(order: float) -> float:
 
 def place(scale: Scale, order: float) -> float:
     """Of the ring, from 0 to below 1; never less for a larger order."""
-    points = scale.points
+    points, order = scale.points, min(order, TOP - 1e-6)
     part = bisect_right(points, order)
     if not part:
         inside = order / points[0] if points else order / TOP
