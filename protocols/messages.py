@@ -815,7 +815,7 @@ class Arouse(Message):
     question met many nodes in a row without anything where this scale has many."""
 
     kind: Needs = Needs()
-    stale: Natural = 0
+    stale: Natural = 0  # its version, and one more
 
 
 @numbered(67, repeatable=True)

@@ -158,7 +158,7 @@ class Stretch:
     def wish(self, wish: Wish, now: float) -> None:
         for key in [key for key, old in self.wishes.items() if old.until <= now]:
             del self.wishes[key]
-        if len(self.wishes) < self._config.layer_wishes_max:
+        if wish.key in self.wishes or len(self.wishes) < self._config.layer_wishes_max:
             kept = self.wishes.setdefault(wish.key, wish)  # who says it again keeps its place
             kept.count, kept.each, kept.until = wish.count, wish.each, wish.until
 

@@ -151,11 +151,11 @@ class Layer:
         contact = self._members.contact(self._members.speaker)
         if now - self._said_misfits >= self._config.layer_fit_min_s and contact is not None:
             self._said_misfits = now
-            self._rpc.tell(contact, Arouse(stale=self.scale.version))
+            self._rpc.tell(contact, Arouse(stale=self.scale.version + 1))
 
     def _arouse(self, sender: Contact, message: Arouse) -> Done:
         kind, now = self.kind(message.kind), self._now()
-        if message.stale and message.stale == self.scale.version:
+        if message.stale == self.scale.version + 1:
             self._misfits.set()
         if kind.until - now < 0.7 * self._config.layer_active_s:
             kind.until = self.kinds[ALL].until = now + self._config.layer_active_s
