@@ -19,6 +19,7 @@ from protocols.messages import (
     FoundHome,
     ListedWorkflows,
     ListWorkflows,
+    Moved,
 )
 from protocols.rpc import Rpc
 from workflow.plan import levels
@@ -183,6 +184,7 @@ class Answers:
             values=self._small_values(run),
             waiting=self._waiting(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
+            bytes={where: run.moved[where] for where in Moved._fields},
         )
 
     def _waiting(self, run: Run) -> list[api.Failure]:
@@ -437,5 +439,6 @@ def _attempt(attempt: AttemptState) -> api.AttemptView:
         ended_at=ended.ended_at if ended else None,
         exit_code=ended.exit_code if ended else None,
         max_rss=ended.max_rss_bytes if ended else None,
+        bytes=ended.moved._asdict() if ended else {},
         placement=attempt.placement,
     )

@@ -91,6 +91,11 @@ class WorkflowView(BaseModel):
         default=[], description="ready tasks that no peer has taken yet, the first five"
     )
     waiting_inputs: dict[str, str] = {}
+    bytes: dict[str, int] = Field(
+        default={},
+        description="of inputs that its tasks read: from their own disk (`local`), from other peers"
+        " (`peer`), from where the workflow has them from (`origin`)",
+    )
 
 
 class WorkflowRow(BaseModel):
@@ -135,6 +140,7 @@ class AttemptView(BaseModel):
     ended_at: float | None = None
     exit_code: int | None = None
     max_rss: int | None = None
+    bytes: dict[str, int] = Field(default={}, description="as of a workflow; of this attempt")
     placement: dict[str, Any]
 
 

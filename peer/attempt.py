@@ -20,11 +20,11 @@ from typing import Any
 
 import msgpack
 
-from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value, Work
+from protocols.messages import CHECKED_OUTCOME, File, Moved, Outcome, Value, Work
 from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 
-from .blobs import BlobError, Blobs, copy_file
+from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file
 from .nursery import MARKER
 from .processes import (
     REPLY_BYTES_MAX,
@@ -39,6 +39,7 @@ from .sandbox import Sandbox, module_path
 from .transfer import Transfer, Unavailable
 
 LOG_TAIL_CHARS = 4000
+MISSING_MAX = 1000
 MEMORY_CHECK_S = 0.5
 SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 WORKER_DIED = "the worker process died during the call"
@@ -125,7 +126,8 @@ class Attempt:
             if self._disk_is_full():  # who knows what it could not write; elsewhere it may
                 reason = f"this peer's disk is full: {error}"
                 return {**self.result, "kind": "returned", "reason": reason[:2000]}
-            kind = "returned" if isinstance(error, Unavailable) else "failed"
+            passing = isinstance(error, QuotaFull) and not isinstance(error, NeverFits)
+            kind = "returned" if passing or isinstance(error, Unavailable) else "failed"
             found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
             if isinstance(error, TaskFailed):
                 found["exit_code"] = error.exit_code
@@ -149,8 +151,8 @@ class Attempt:
         work = self.work
         values = [v.file for ref in work.references for v in ref.values if v.file is not None]
         needed = [*work.inputs, *values]
-        await self._fetch(needed)
         with self._blobs.pinned([file.hash for file in needed]):
+            await self._fetch(needed)
             gone = [file.name for file in needed if file.hash not in self._blobs]
             if gone:
                 raise PeerFailed(f"{gone[0]} was evicted before the others had come")
@@ -169,7 +171,14 @@ class Attempt:
         return {**self.result, "kind": "ok", "outputs": outputs}
 
     async def _fetch(self, files: list[File]) -> None:
-        for _, error in await self._transfer.fetch_all(files):
+        if not files:
+            return
+        found = await self._transfer.fetch_all(files)
+        self.result["moved"] = found.moved
+        gone = [f.hash for f, e in found.errors if isinstance(e, Unavailable) and e.gone]
+        if gone:
+            self.result["missing"] = tuple(gone[:MISSING_MAX])
+        for _, error in found.errors:
             raise error
 
     def _sources(self) -> list[Path]:
@@ -276,9 +285,9 @@ class Attempt:
         if held is None or len(held) > LOG_TAIL_CHARS:
             with contextlib.suppress(BlobError):
                 if held is None:
-                    hash, size = await self._blobs.adopt(self._log)
+                    hash, size = await self._blobs.adopt(self._log, self.work.key.workflow)
                 else:
-                    hash, size = await self._blobs.put(held), len(held)
+                    hash, size = await self._blobs.put(held, self.work.key.workflow), len(held)
                 self.result["log"] = File(name="log", hash=hash, size=size)
 
     # ----------------------------------------------------------------- calls
@@ -367,7 +376,8 @@ class Attempt:
         file = None
         if answer.get("path"):
             self._left = True
-            hash, size = await self._blobs.adopt(self._value)
+            hash, size = await self._blobs.adopt(self._value, self.work.key.workflow)
+            self._transfer.held(hash)
             file = File(name="value", hash=hash, size=size)
         self.result["value"] = Value(answer.get("encoding", ""), answer.get("data", b""), file)
 
@@ -400,7 +410,8 @@ class Attempt:
             for name in self.work.outputs:
                 taken.append(await asyncio.to_thread(self._checked, name))
             for name, path in zip(self.work.outputs, taken, strict=True):
-                hash, size = await self._blobs.adopt(path)
+                hash, size = await self._blobs.adopt(path, self.work.key.workflow)
+                self._transfer.held(hash)
                 found.append(File(name=name, hash=hash, size=size))
         finally:
             for path in taken:
@@ -475,6 +486,10 @@ class Workshop:
         self._parts = (processes, blobs, transfer, log_bytes_max, sandbox)
         self.clear()
         self._directory.mkdir(mode=0o700, exist_ok=True)
+
+    async def fetch(self, work: Work) -> Moved:
+        """Its inputs, before it begins."""
+        return (await self._parts[2].fetch_all(work.inputs)).moved
 
     def attempt(self, work: Work) -> Attempt:
         return Attempt(work, self._directory, *self._parts)

@@ -3,9 +3,10 @@
 Rules:
 - A blob appears whole or not at all: written beside, synced, then renamed to its name.
 - What comes from outside is hashed while it is written, and kept only if the hash is right.
+- What a blob is held for is on the disk as a second name of it, `<hash>.<workflow>`, made before it
+  gets its own: so that is known again after a restart. `protocols.data.cache` says what may go.
 - The quota counts what is being written too: a write that would not fit is refused before it
-  begins. Copies fetched from other peers make room, least recently used first; blobs that were
-  made or uploaded here stay until their retention is over.
+  begins, after those who might let go of something were asked (`on_pressure`).
 """
 
 from __future__ import annotations
@@ -14,148 +15,217 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
-CHUNK_BYTES = 1 << 20
+from protocols.data.cache import (
+    OWN,
+    BlobError,
+    Cache,
+    NeverFits,
+    QuotaFull,
+    Room,
+    TooLarge,
+    WrongHash,
+)
+from protocols.data.sheet import CHUNK_BYTES_MIN, Sheet, count, span
 
+__all__ = ["OWN", "BlobError", "Blobs", "NeverFits", "QuotaFull", "Room", "TooLarge", "WrongHash"]
 
-class BlobError(Exception):
-    """A blob could not be kept; `status` is what HTTP says for it."""
-
-    status = 500
-
-
-class QuotaFull(BlobError):
-    status = 507
-
-
-class TooLarge(BlobError):
-    status = 413
-
-
-class WrongHash(BlobError):
-    status = 422
-
-
-@dataclass(slots=True)
-class _Blob:
-    size: int
-    copy: bool  # fetched from elsewhere: may go when room is needed
-    pins: int = 0
-
-
-@dataclass(slots=True)
-class Room:
-    """Bytes of the quota held for a write that is under way."""
-
-    size: int
+CHUNK_BYTES = CHUNK_BYTES_MIN
+#: a hold is a part of a file's name; what can't be one counts as the user's own
+_HOLD = re.compile(r"[A-Za-z0-9_-]{1,100}")
+ROOM_S = 15.0  # how long something waits for others to let go
+SHEETS_BYTES_MAX = 8 << 20
 
 
 class Blobs:
     def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
-        self.quota_bytes = quota_bytes
-        self.blob_bytes_max = blob_bytes_max
+        self.cache = Cache(quota_bytes, blob_bytes_max)
+        self.cache.on_evict = self._evicted
+        self.on_gone: Callable[[bytes], None] = lambda hash: None
+        #: ask whoever may know of something that is not wanted any more
+        self.on_pressure: Callable[[], Awaitable[None]] = _nobody
+        self.room_s = ROOM_S
         self.directory = directory
+        self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._sheets: OrderedDict[bytes, Sheet] = OrderedDict()
+        self._sheets_bytes = 0
         self._root = directory / "blobs"
         self._parts = directory / "parts"
         shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
         self._parts.mkdir(mode=0o700, parents=True)
         self._root.mkdir(mode=0o700, exist_ok=True)
-        self._known: dict[bytes, _Blob] = {}
-        for hash, blob in self._scan():
-            known = self._known.get(hash)
-            if known is not None:  # the same content came in twice at once: one file is enough
-                self._place(hash, True).unlink(missing_ok=True)
-                blob = known if not known.copy else blob
-            self._known[hash] = _Blob(blob.size, blob.copy and known is None)
-        self.used_bytes = sum(blob.size for blob in self._known.values())
+        for hash, size, holds in self._scan():
+            for hold in holds or [""]:
+                self.cache.add(hash, size, hold)
 
-    def _scan(self) -> Iterator[tuple[bytes, _Blob]]:
-        for shelf in self._root.iterdir():
-            for path in shelf.iterdir():
-                with contextlib.suppress(ValueError):
-                    copy = path.suffix == ".copy"
-                    yield bytes.fromhex(path.name[:64]), _Blob(path.stat().st_size, copy)
+    def _scan(self) -> Iterator[tuple[bytes, int, list[str]]]:
+        """The most recently used last, as far as their times tell."""
+        found: dict[bytes, tuple[float, int, list[str]]] = {}
+        for path in (path for shelf in self._root.iterdir() for path in shelf.iterdir()):
+            with contextlib.suppress(ValueError):
+                hash = bytes.fromhex(path.name[:64])
+                status = path.stat()
+                row = found.setdefault(hash, (status.st_mtime, status.st_size, []))
+                if len(path.name) > 64:
+                    row[2].append(path.name[65:])
+        for hash, (_, size, holds) in sorted(found.items(), key=lambda row: row[1][0]):
+            place = self._place(hash)
+            if not place.exists():  # a crash between two names: this one is whole, too
+                os.link(self._place(hash, holds[0]), place)
+            yield hash, size, holds
+
+    @property
+    def quota_bytes(self) -> int:
+        return self.cache.quota_bytes
+
+    @property
+    def blob_bytes_max(self) -> int:
+        return self.cache.blob_bytes_max
+
+    @property
+    def used_bytes(self) -> int:
+        return self.cache.used_bytes
 
     def __contains__(self, hash: bytes) -> bool:
-        return hash in self._known
+        return hash in self.cache
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.cache)
 
     def size(self, hash: bytes) -> int | None:
-        blob = self._known.get(hash)
-        return blob.size if blob else None
+        return self.cache.size(hash)
 
     def path(self, hash: bytes) -> Path:
-        blob = self._known[hash]
-        self._known[hash] = self._known.pop(hash)  # most recently used last
-        return self._place(hash, blob.copy)
+        self.cache.used(hash)
+        return self._place(hash)
 
-    def _place(self, hash: bytes, copy: bool) -> Path:
+    def _place(self, hash: bytes, hold: str = "") -> Path:
         name = hash.hex()
-        return self._root / name[:2] / (name + ".copy" if copy else name)
+        return self._root / name[:2] / (f"{name}.{hold}" if hold else name)
 
-    @contextlib.contextmanager
-    def pinned(self, hashes: list[bytes]) -> Iterator[None]:
-        """While these are needed they are not evicted."""
-        held = [self._known[h] for h in hashes if h in self._known]
-        for blob in held:
-            blob.pins += 1
-        try:
-            yield
-        finally:
-            for blob in held:
-                blob.pins -= 1
+    def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]:
+        return self.cache.pinned(hashes)
+
+    # ----------------------------------------------------------------- what it is held for
+
+    def hold(self, hash: bytes, hold: str) -> bool:
+        """It is here, and is wanted for this workflow from now on. False: it is not here."""
+        hold = _named(hold)
+        if hash not in self.cache:
+            return False
+        if hold not in self.cache.holds(hash):
+            with contextlib.suppress(FileExistsError):
+                os.link(self._place(hash), self._place(hash, hold))
+            self.cache.add(hash, self.cache.size(hash) or 0, hold)
+        return True
+
+    def release(self, hold: str, hashes: Iterable[bytes]) -> None:
+        """That workflow does not want them any more."""
+        hold = _named(hold)
+        for hash in hashes:
+            if hold in self.cache.holds(hash):
+                self.cache.release(hash, hold)
+                self._place(hash, hold).unlink(missing_ok=True)
+                self._freed.set()
 
     # ----------------------------------------------------------------- room
-
-    def _reserve(self, size: int) -> None:
-        if size > self.blob_bytes_max:
-            raise TooLarge(f"{size:,} bytes; a file has at most {self.blob_bytes_max:,} here")
-        if self.used_bytes + size > self.quota_bytes:
-            self._evict(self.used_bytes + size - self.quota_bytes)
-        if self.used_bytes + size > self.quota_bytes:
-            raise QuotaFull(
-                f"{size:,} bytes do not fit: {self.used_bytes:,} of the disk quota of "
-                f"{self.quota_bytes:,} are used"
-            )
-        self.used_bytes += size
 
     @contextlib.contextmanager
     def room(self, size: int) -> Iterator[Room]:
         """Held while something is being written: what would not fit is refused before it begins."""
-        self._reserve(size)
-        held = Room(size)
+        self.cache.check(size)
+        held = Room()
+        self.cache.take(size, held)
         try:
             yield held
         finally:
-            self.used_bytes -= held.size
+            self.cache.give_back(held)
+            self._freed.set()
 
-    def _evict(self, wanted: int) -> None:
-        for hash, blob in list(self._known.items()):
-            if wanted <= 0:
-                return
-            if blob.copy and not blob.pins:
-                wanted -= blob.size
-                self.drop(hash)
+    @contextlib.asynccontextmanager
+    async def make_room(self, size: int) -> AsyncIterator[Room]:
+        """The same, after others were asked what they can let go of, and given a while for it.
+
+        One at a time waits, so that two never hold half of what each of them needs."""
+        held = Room()
+        most = self.quota_bytes - self.cache.own_bytes()
+        if size > most:
+            raise NeverFits(
+                f"{size:,} bytes do not fit: of the disk quota of {self.quota_bytes:,} not more "
+                f"than {max(0, most):,} can come free"
+            )
+        try:
+            try:
+                if self._turn.locked() and size:
+                    raise QuotaFull
+                self.cache.take(size, held)
+            except QuotaFull:
+                await self._wait_for(size, held)
+            yield held
+        finally:
+            self.cache.give_back(held)
+            self._freed.set()
+
+    async def _wait_for(self, size: int, held: Room) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.room_s
+        try:
+            async with asyncio.timeout_at(end):
+                await self._turn.acquire()
+        except TimeoutError:
+            self.cache.take(size, held)
+            return
+        try:
+            while True:
+                self._freed.clear()
+                with contextlib.suppress(QuotaFull):
+                    self.cache.take(size, held)
+                    return
+                await self.on_pressure()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(1.0, max(0.0, end - loop.time()))):
+                        await self._freed.wait()
+                if loop.time() >= end:
+                    self.cache.take(size, held)
+                    return
+        finally:
+            self._turn.release()
+
+    def widen(self, room: Room, size: int) -> None:
+        """What comes turns out larger than announced."""
+        self.cache.check(size)
+        if size > room.size:
+            self.cache.take(size - room.size, room)
+
+    def _evicted(self, hash: bytes) -> None:
+        self._place(hash).unlink(missing_ok=True)
+        self._forget_sheet(hash)
+        self.on_gone(hash)
 
     def drop(self, hash: bytes) -> None:
-        blob = self._known.pop(hash, None)
-        if blob is not None:
-            self._place(hash, blob.copy).unlink(missing_ok=True)
-            self.used_bytes -= blob.size
+        if hash in self.cache:
+            self._place(hash).unlink(missing_ok=True)
+            for hold in self.cache.holds(hash):
+                self._place(hash, hold).unlink(missing_ok=True)
+            self.cache.remove(hash)
+            self._forget_sheet(hash)
+            self._freed.set()
+            self.on_gone(hash)
 
     def drop_older_than(self, at: float) -> int:
         """Retention: what nobody touched since then."""
         old = []
-        for hash, blob in list(self._known.items()):
+        for hash in list(self.cache):
             with contextlib.suppress(OSError):
-                if not blob.pins and self._place(hash, blob.copy).stat().st_mtime < at:
+                touched_at = self._place(hash).stat().st_mtime
+                if not self.cache.is_pinned(hash) and touched_at < at:
                     old.append(hash)
         for hash in old:
             self.drop(hash)
@@ -166,52 +236,59 @@ class Blobs:
     def new_part(self) -> Path:
         return self._parts / secrets.token_hex(12)
 
-    async def put(self, data: bytes, copy: bool = False) -> bytes:
+    async def put(self, data: bytes, hold: str = OWN) -> bytes:
         """Small content that is in memory already."""
         hash = hashlib.sha256(data).digest()
-        if hash in self._known:
+        if hash in self.cache:
+            if hold:
+                self.hold(hash, hold)
             return hash
         part = self.new_part()
-        with self.room(len(data)) as room:
+        async with self.make_room(len(data)) as room:
             try:
                 await asyncio.to_thread(_write, part, data)
-                await asyncio.to_thread(self._settle, part, hash, copy)
+                await asyncio.to_thread(self._settle, part)
+                self._keep(part, hash, len(data), hold, room)
             except OSError as error:
                 raise QuotaFull(f"the disk refused it: {error.strerror}") from None
             finally:
                 part.unlink(missing_ok=True)
-            self._keep(hash, len(data), copy, room)
         return hash
 
-    async def put_many(self, found: list[tuple[bytes, bytes]]) -> None:
+    async def put_many(self, found: list[tuple[bytes, bytes]], room: Room | None = None) -> None:
         """Copies of small blobs, each with its hash, which was checked."""
-        rows = [(hash, data, self.new_part()) for hash, data in found if hash not in self._known]
-        with self.room(sum(len(data) for _, data, _ in rows)) as room:
-            try:
-                await asyncio.to_thread(self._settle_many, rows)
-            except OSError as error:
-                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
-            for hash, data, _ in rows:
-                self._keep(hash, len(data), True, room)
+        rows = [(hash, data, self.new_part()) for hash, data in found if hash not in self.cache]
+        if room is None:
+            async with self.make_room(sum(len(data) for _, data, _ in rows)) as own:
+                await self._put_rows(rows, own)
+        else:
+            await self._put_rows(rows, room)
 
-    def _settle_many(self, rows: list[tuple[bytes, bytes, Path]]) -> None:
-        for hash, data, part in rows:
-            try:
-                _write(part, data)
-                self._settle(part, hash, True)
-            finally:
+    async def _put_rows(self, rows: list[tuple[bytes, bytes, Path]], room: Room) -> None:
+        try:
+            await asyncio.to_thread(self._settle_many, rows)
+            for hash, data, part in rows:
+                self._keep(part, hash, len(data), "", room)
+        except OSError as error:
+            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+        finally:
+            for _, _, part in rows:
                 part.unlink(missing_ok=True)
 
+    def _settle_many(self, rows: list[tuple[bytes, bytes, Path]]) -> None:
+        for _, data, part in rows:
+            _write(part, data)
+            self._settle(part)
+
     async def receive(
-        self, chunks: AsyncIterator[bytes], expected: bytes, announced: int | None
+        self, chunks: AsyncIterator[bytes], expected: bytes, announced: int | None, hold: str = OWN
     ) -> int:
         """A stream from outside, whose hash must be right. Nothing is left of a bad one."""
-        if announced is not None and announced > self.blob_bytes_max:
-            raise TooLarge(f"{announced:,} bytes; at most {self.blob_bytes_max:,} are taken")
+        self.cache.check(announced or 0)
         size = 0
         part = self.new_part()
         digest = hashlib.sha256()
-        with self.room(announced or 0) as room:
+        async with self.make_room(announced or 0) as room:
             try:
                 with part.open("wb") as file:
                     async for chunk in chunks:
@@ -223,8 +300,8 @@ class Blobs:
                     raise WrongHash(
                         f"the content's hash is sha256:{digest.hexdigest()}, not what was named"
                     )
-                await asyncio.to_thread(self._settle, part, expected, False)
-                self._keep(expected, size, False, room)
+                await asyncio.to_thread(self._settle, part)
+                self._keep(part, expected, size, hold, room)
             except TimeoutError:
                 raise  # it did not come: not the disk's fault
             except OSError as error:
@@ -233,34 +310,29 @@ class Blobs:
                 part.unlink(missing_ok=True)
         return size
 
-    def widen(self, room: Room, size: int) -> None:
-        """What comes turns out larger than announced."""
-        if size > self.blob_bytes_max:
-            raise TooLarge(f"at most {self.blob_bytes_max:,} bytes are taken")
-        if size > room.size:
-            self._reserve(size - room.size)
-            room.size = size
-
     async def adopt(
-        self, path: Path, copy: bool = False, hashed: bytes | None = None, room: Room | None = None
+        self,
+        path: Path,
+        hold: str = OWN,
+        hashed: bytes | None = None,
+        room: Room | None = None,
     ) -> tuple[bytes, int]:
         """A file on this disk becomes a blob; the file is gone afterwards."""
         size = path.stat().st_size
         if room is None:
-            with self.room(size) as own:
-                return await self.adopt(path, copy, hashed, own)
+            self.cache.check(size)
+            async with self.make_room(size) as own:
+                return await self.adopt(path, hold, hashed, own)
         self.widen(room, size)
         try:
             hash = await asyncio.to_thread(hash_file, path) if hashed is None else hashed
-            await asyncio.to_thread(self._settle, path, hash, copy)
+            await asyncio.to_thread(self._settle, path)
+            self._keep(path, hash, size, hold, room)
         except OSError as error:
             raise BlobError(f"{path.name}: {error.strerror}") from None
-        self._keep(hash, size, copy, room)
         return hash, size
 
-    def _settle(self, part: Path, hash: bytes, copy: bool) -> None:
-        place = self._place(hash, copy)
-        place.parent.mkdir(mode=0o700, exist_ok=True)
+    def _settle(self, part: Path) -> None:
         fd = os.open(part, os.O_RDONLY)
         try:
             os.fchmod(fd, 0o400)
@@ -268,24 +340,29 @@ class Blobs:
             os.fdatasync(fd)
         finally:
             os.close(fd)
-        part.replace(place)
 
-    def _keep(self, hash: bytes, size: int, copy: bool, room: Room) -> None:
-        """The file is at its place: count it once, and as this peer's own if it ever was."""
-        known = self._known.get(hash)
-        if known is None:
-            self._known[hash] = _Blob(size, copy)
-            self.used_bytes += size
-        elif known.copy != copy:
-            self._place(hash, True).unlink(missing_ok=True)
-            known.copy = False
+    def _keep(self, part: Path, hash: bytes, size: int, hold: str, room: Room) -> None:
+        """The file is whole and synced: to its place, and counted once, in one step."""
+        if hold:
+            hold = _named(hold)
+        if hash in self.cache:  # it came another way meanwhile
+            if hold:
+                self.hold(hash, hold)
+            part.unlink(missing_ok=True)
+            return
+        place = self._place(hash)
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        if hold:
+            with contextlib.suppress(FileExistsError):
+                os.link(part, self._place(hash, hold))
+        part.replace(place)
+        self.cache.add(hash, size, hold, room)
 
     def touch(self, hash: bytes) -> None:
         """It is wanted again: its retention begins anew."""
-        blob = self._known.get(hash)
-        if blob is not None:
+        if hash in self.cache:
             with contextlib.suppress(OSError):
-                os.utime(self._place(hash, blob.copy))
+                os.utime(self.path(hash))
 
     # ----------------------------------------------------------------- out
 
@@ -294,7 +371,7 @@ class Blobs:
 
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
         """Whole ones."""
-        rows = [(hash, self.path(hash), self._known[hash].size) for hash in hashes]
+        rows = [(hash, self.path(hash), self.cache.size(hash) or 0) for hash in hashes]
         return await asyncio.to_thread(lambda: [(h, _read(p, 0, size)) for h, p, size in rows])
 
     async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
@@ -304,6 +381,77 @@ class Blobs:
                 raise BlobError("the file is shorter than it was")
             start += len(data)
             yield data
+
+    async def sheet(self, hash: bytes) -> Sheet:
+        """The digests of its chunks: computed when somebody first asks for them."""
+        sheet = self._sheets.get(hash)
+        if sheet is None:
+            size = self.cache.size(hash) or 0
+            with self.cache.pinned([hash]):
+                sheet = await asyncio.to_thread(_sheet, self.path(hash), size)
+            self.know_sheet(hash, sheet)
+        else:
+            self._sheets.move_to_end(hash)
+        return sheet
+
+    def know_sheet(self, hash: bytes, sheet: Sheet) -> None:
+        if hash in self.cache and hash not in self._sheets:
+            self._sheets[hash] = sheet
+            self._sheets_bytes += len(sheet.digests)
+            while self._sheets_bytes > SHEETS_BYTES_MAX and len(self._sheets) > 1:
+                self._forget_sheet(next(iter(self._sheets)))
+
+    def _forget_sheet(self, hash: bytes) -> None:
+        sheet = self._sheets.pop(hash, None)
+        self._sheets_bytes -= len(sheet.digests) if sheet is not None else 0
+
+    # ----------------------------------------------------------------- in chunks
+
+    def part(self, size: int) -> Part:
+        return Part(self, self.new_part(), size)
+
+
+class Part:
+    """A blob that comes in chunks, in any order."""
+
+    def __init__(self, blobs: Blobs, path: Path, size: int) -> None:
+        self._blobs = blobs
+        self._path = path
+        self._size = size
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    async def write(self, index: int, data: bytes) -> None:
+        start, _ = span(self._size, index)
+        try:
+            written = await asyncio.to_thread(os.pwrite, self._fd, data, start)
+        except OSError as error:
+            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+        if written != len(data):
+            raise QuotaFull("the disk took only a part of it")
+
+    async def read(self, index: int) -> bytes:
+        start, length = span(self._size, index)
+        return await asyncio.to_thread(os.pread, self._fd, length, start)
+
+    async def hashed(self) -> bytes:
+        return await asyncio.to_thread(hash_file, self._path)
+
+    async def keep(self, hash: bytes, hold: str, room: Room) -> None:
+        await self._blobs.adopt(self._path, hold, hash, room)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._path.unlink(missing_ok=True)
+
+
+async def _nobody() -> None:
+    return None
+
+
+def _named(hold: str) -> str:
+    return hold if _HOLD.fullmatch(hold) else OWN
 
 
 def hash_file(path: Path) -> bytes:
@@ -327,3 +475,8 @@ def _read(path: Path, offset: int, length: int) -> bytes:
         return os.pread(fd, length, offset)
     finally:
         os.close(fd)
+
+
+def _sheet(path: Path, size: int) -> Sheet:
+    with path.open("rb") as file:
+        return Sheet.of(size, (file.read(span(size, i)[1]) for i in range(count(size))))

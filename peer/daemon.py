@@ -130,7 +130,7 @@ class Daemon:
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
-        self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records)
+        self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records, time.time, rng)
         self.processes = Processes(self._nursery, data)
         workshop = Workshop(
             data, self.processes, self.blobs, self.transfer, settings.log_max, sandbox
@@ -439,7 +439,17 @@ class Daemon:
             "What this peer ran",
             lambda: {**self.enactment.executor.counts, "spawned": self.processes.spawned},
         )
-        add("transfer", "Bytes moved between peers", lambda: dict(self.transfer.counts))
+        transfer = self.transfer
+        add(
+            "transfer",
+            "Bytes moved between peers, chunks that were wrong",
+            lambda: dict(transfer.counts + transfer.swarm.counts),
+        )
+        add(
+            "cache",
+            "Files that made room, and results that were let go of",
+            lambda: dict(self.blobs.cache.counts + self.enactment.holds.counts),
+        )
         add("http", "HTTP answers by status", lambda: dict(self.http.counts))
         add(
             "disk",

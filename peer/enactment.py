@@ -36,6 +36,7 @@ from .blobs import Blobs
 from .database import Database
 from .executor import Executor, Workshop
 from .gateway import Gateway
+from .holds import Holds
 from .home import Home
 from .journal import Journal
 from .locate import Locate
@@ -116,6 +117,8 @@ class Enactment:
         self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
         self.executor.take_own = self.home.take_own
         self.executor.find_home = locate.home
+        self.holds = Holds(rpc, members, blobs, locate.home)
+        self._transfer = transfer
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
@@ -145,6 +148,8 @@ class Enactment:
             ("layer", self.layer.run()),
             ("captures", self.chemical.run()),
             ("given", self.home.given.watch()),
+            ("holds", self.holds.run()),
+            ("catalog", self._transfer.run()),
             ("slow", self.home.slow.watch()),
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
@@ -165,6 +170,7 @@ class Enactment:
 
     async def close(self) -> None:
         await self.executor.close()
+        await self.holds.close()
         await self.home.close()
         await self.owner.close()
         await self.chemical.close()

@@ -41,6 +41,7 @@ from protocols.messages import (
     Inquire,
     Inquired,
     Member,
+    Moved,
     Needs,
     Offers,
     Outcome,
@@ -58,7 +59,7 @@ from protocols.messages import (
 from protocols.rpc import CallFailed, Rpc
 
 from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
-from .blobs import Blobs
+from .blobs import BlobError, Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import Processes, Reply, Worker
 from .reasons import FENCED
@@ -87,6 +88,15 @@ async def _nobody(workflow: str) -> bytes | None:
     return None
 
 
+class _Ahead:
+    """Its inputs, which come while it waits for its turn."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()  # it has begun, or never will
+        self.task: asyncio.Task[None] | None = None
+        self.moved = Moved()
+
+
 @dataclass(slots=True)
 class _Held:
     work: Work
@@ -100,6 +110,7 @@ class _Held:
     timer: asyncio.TimerHandle | None = None
     attempt: Attempt | None = None
     losses: int = 0  # of nurseries, when it began
+    ahead: _Ahead | None = None
 
 
 @dataclass(slots=True)
@@ -117,6 +128,8 @@ class Workshop(Protocol):
     def processes(self) -> Processes: ...
 
     def attempt(self, work: Work) -> Attempt: ...
+
+    async def fetch(self, work: Work) -> Moved: ...
 
     def clear(self) -> None: ...
 
@@ -247,6 +260,10 @@ class Executor:
                 self._ganged.set()
             if verdict == "run":
                 self._start(key)
+            elif work.inputs:
+                held = self._held[key]
+                held.ahead = ahead = _Ahead()
+                ahead.task = asyncio.ensure_future(self._prefetch(work, ahead))
         self.counts["works"] += len(message.works)
         self._advance()  # room may have come free between the lease and this
         return Committed(refused=tuple(refused))
@@ -366,6 +383,18 @@ class Executor:
             self.counts["handed_back"] += 1
             self._keep(held, {"kind": "returned", "reason": reason})
 
+    async def _prefetch(self, work: Work, ahead: _Ahead) -> None:
+        """Inputs come while their task waits for its turn, and stay until it ends. What does not
+        come now is fetched by the attempt, which knows what to say of it."""
+        with self._blobs.pinned([file.hash for file in work.inputs]):
+            try:
+                ahead.moved = await self._workshop.fetch(work)
+            except (BlobError, CallFailed) as error:
+                log.debug("inputs of %s ahead of time: %s", work.key, error)
+                return
+            self.counts["prefetched"] += 1
+            await ahead.over.wait()
+
     # ----------------------------------------------------------------- running
 
     def _start(self, key: AttemptKey) -> None:
@@ -452,6 +481,9 @@ class Executor:
     def _keep(self, held: _Held, found: dict[str, object]) -> None:
         """To disk, then to the outbox. Only what is on disk is reported."""
         held.state = "reporting"
+        if held.ahead is not None:
+            held.ahead.over.set()
+            found = {**found, "moved": _moved(found.get("moved"), held.ahead.moved)}
         times = (held.queued_at, held.started_at, self._clock())
         try:
             ended = outcome(held.work, found, times)
@@ -661,6 +693,8 @@ class Executor:
             elif held.state == "queued":
                 self._admission.release(key)
                 del self._held[key]
+                if held.ahead is not None and held.ahead.task is not None:
+                    held.ahead.task.cancel()
         self._advance()
         return Done()
 
@@ -745,6 +779,7 @@ class Executor:
         for held in list(self._held.values()):
             self._part_from_worker(held)
         tasks = [h.task for h in self._held.values() if h.task]
+        tasks += [h.ahead.task for h in self._held.values() if h.ahead and h.ahead.task]
         tasks += [*self._reporters.values(), *self._side]
         if self._saver is not None:
             tasks.append(self._saver)
@@ -761,6 +796,13 @@ def _settled(ended: Outcome, home: bytes) -> _Held:
     """An outcome on its way from one home to another."""
     needs = Needs()
     return _Held(Work(ended.key, 0, needs, epoch=ended.epoch), home, 0.0, "reporting")
+
+
+def _moved(found: object, ahead: Moved) -> Moved:
+    """What came ahead of time was here when the attempt looked, and is no local read for that."""
+    own = found if isinstance(found, Moved) else Moved()
+    early = ahead.peer + ahead.origin
+    return Moved(max(0, own.local - early), own.peer + ahead.peer, own.origin + ahead.origin)
 
 
 def _size_bytes(ended: Outcome) -> int:

@@ -39,13 +39,15 @@ from protocols.messages import (
     Report,
     Reported,
     ReturnLeases,
+    StillHeld,
     StillWanted,
+    Unheld,
     Vacancy,
     Wanted,
     Work,
 )
 from protocols.records import Records, key_of
-from protocols.rpc import CallFailed, Refused, Rpc
+from protocols.rpc import Refused, Rpc
 from protocols.strategies.gangs import Gangs
 from protocols.strategy import Placed, Placement, Strategy, Unit
 from workflow.model import Task, Workflow
@@ -76,6 +78,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
 NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
+COPIES_AT_ONCE = 100
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -125,6 +128,7 @@ class Home:
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(StillWanted, self._still_wanted)
+        rpc.on(StillHeld, self._still_held)
         rpc.on(Vacancy, self._vacancy)
         members.listen(self._member_changed, at_stake=self._active)
 
@@ -262,7 +266,7 @@ class Home:
         gone = [
             (name, "it was lost with the peers that held it, and is brought in again")
             for name in names
-            if name in run.staged and not self._held_somewhere(run.staged[name])
+            if name in run.staged and not self._held_somewhere(run.file(name))
         ]
         if gone:
             self._write(run, "unstaged", {"files": gone})
@@ -271,7 +275,9 @@ class Home:
             self._bring_inputs(run)
         return bool(gone)
 
-    def _held_somewhere(self, file: File) -> bool:
+    def _held_somewhere(self, file: File | None) -> bool:
+        if file is None:
+            return False
         return file.hash in self._blobs or any(map(self._members.is_here, file.holders))
 
     def settle(self) -> None:
@@ -400,7 +406,9 @@ class Home:
             if sources[name].kind == "blob"
         ]
         other = next((k for k in self.keepers(run) if k != me and self._members.is_here(k)), None)
-        copied = await self._transfer.copy_to(other, unique) if unique and other else set()
+        copied: set[bytes] = set()
+        if unique and other:
+            copied = await self._transfer.copy_to(other, unique, run.id)
         return [(n, h, s, (me, other) if other and h in copied else (me,)) for n, h, s in files]
 
     def blob_arrived(self, hash: bytes) -> None:
@@ -683,6 +691,15 @@ class Home:
                 unwanted.append(key)
         return Wanted(unwanted=tuple(unwanted), unknown=tuple(unknown))
 
+    async def _still_held(self, sender: Contact, message: StillHeld) -> Unheld:
+        """Only the home can say, and only of what counts: another home might undo the rest."""
+        id = message.workflow
+        run = self._active.get(id) or (self.get(id) if self.journal.is_over(id) else None)
+        found = run.unwanted(message.hashes) if run is not None else []
+        if run is None or (not run.over and not await self._counts_now(id)):
+            raise Refused("moved", "its home is elsewhere")
+        return Unheld(hashes=tuple(found))
+
     async def _counts_now(self, id: str) -> bool:
         """All that was written of it so far counts; False if that can't be said soon."""
         try:
@@ -725,7 +742,7 @@ class Home:
         for hash, data in ended.enclosed:
             if hash not in self._blobs:
                 try:
-                    await self._blobs.put(data)
+                    await self._blobs.put(data, ended.key.workflow)
                 except BlobError as error:
                     log.warning("no room for a second copy of an output: %s", error)
 
@@ -822,17 +839,40 @@ class Home:
         self._place_ready(run, [t for t in ready.values() if t.state == "waiting"])
 
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
-        """A copy of what the user came for, where it did not come along with the outcome."""
+        """A copy of what no task has asked for yet, that is, of what the user came for; and of what
+        several want, at another site. Where it did not come along with the outcome."""
+        here: list[File] = []
+        away: dict[bytes, list[File]] = defaultdict(list)
         for task in changed:
-            for file in task.won.outputs if task.won else ():
-                if file.name in run.final_files and file.hash not in self._blobs:
-                    self._spawn(self._fetch(file._replace(holders=(task.holder,))))
+            for made in task.won.outputs if task.won else ():
+                file = run.file(made.name)
+                if file is None or len(file.holders) > 1:
+                    continue
+                if made.name in run.final_files and made.hash not in self._blobs:
+                    here.append(file)
+                elif made.size >= NEAR_BYTES_MIN and run.readers(made.name) > 1:
+                    other = self._at_another_site(task.holder)
+                    if other is not None:
+                        away[other].append(file)
+        if here:
+            self._spawn(self._copy(run, self._rpc.me.id, here))
+        for peer, files in away.items():
+            self._spawn(self._copy(run, peer, files))
 
-    async def _fetch(self, file: File) -> None:
-        try:
-            await self._transfer.fetch(file)
-        except (BlobError, CallFailed) as error:
-            log.info("no second copy of %s: %s", file.name, error)
+    def _at_another_site(self, holder: bytes) -> bytes | None:
+        member = self._members.get(holder)
+        site = member.traits.site if member is not None else ""
+        others = [m for m in self._members.here() if m.traits.site != site]
+        return bytes(self._rng.choice(others).contact.id) if others else None
+
+    async def _copy(self, run: Run, peer: bytes, files: list[File]) -> None:
+        """Held there for this workflow; and journaled, so that another home knows of it."""
+        for start in range(0, len(files), COPIES_AT_ONCE):
+            some = files[start : start + COPIES_AT_ONCE]
+            held = await self._transfer.copy_to(peer, some, run.id)
+            rows = [(file.hash, peer) for file in some if file.hash in held]
+            if rows and self._active.get(run.id) is run:
+                self._write(run, "copied", {"files": rows})
 
     def _drop_others(self, run: Run, task: TaskState, winner: int) -> None:
         """Other attempts of a task that is done are of no use any more."""

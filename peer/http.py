@@ -383,7 +383,7 @@ class Http:
             self._blob_arrived(hash)
             return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
         size = await self._blobs.receive(_chunks(request), hash, request.content_length)
-        await self._transfer.announce(hash, int(self._clock()))
+        await self._transfer.announce(hash)
         self._blob_arrived(hash)
         return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
 

@@ -13,7 +13,7 @@ A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (gi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ STATES = (
     "cancelled",
 )
 ATTEMPTS_SHOWN_MAX = 50
+COPIES_KNOWN_MAX = 8
 
 
 @dataclass(slots=True)
@@ -125,6 +126,9 @@ class Run:
         # name → what it waits for
         self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
         self.stage_failures: dict[str, str] = {}
+        self.copies: dict[bytes, tuple[bytes, ...]] = {}  # second holders of files
+        self.missing: set[bytes] = set()  # files that none of their holders has any more
+        self.moved: Counter[str] = Counter()  # bytes of inputs, by where they were
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
         self._kinds: dict[str, tuple[str, ...]] = {}  # template → what its tasks are like
         self.cancelling = ""
@@ -186,7 +190,12 @@ class Run:
 
     def _on_staged(self, body: dict[str, Any], at: float) -> None:
         for name, hash, size, holders in body["files"]:
-            self.staged[name] = File(name=name, hash=hash, size=size, holders=tuple(holders))
+            source = self.workflow.inputs.get(name)
+            url = source.value if source is not None and source.kind == "url" else ""
+            self.staged[name] = File(name, hash, size, tuple(holders), url)
+            self.missing.discard(hash)
+            if url:
+                self.moved["origin"] += size
         for name, reason in body.get("failed", ()):
             self.unstaged.pop(name, None)
             self.stage_failures[name] = reason
@@ -211,7 +220,9 @@ class Run:
             if attempt is not None:
                 attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
             task.reason = ended.reason
+            self.moved.update(ended.moved._asdict())
             if verdict == "succeeded":
+                self.missing.difference_update(file.hash for file in ended.outputs)
                 task.won, task.holder, task.copied_to = ended, peer, self.home
                 task.won_way = attempt.way if attempt is not None else self.ways[task.id]
                 self._observe(task, ended)
@@ -221,6 +232,7 @@ class Run:
                     task.losses += 1
                 else:
                     task.returns += 1  # it never began: nobody's fault, however often
+                self.missing.update(ended.missing)
                 self._set(task, "retrying")
             else:
                 task.failures += 1
@@ -234,6 +246,12 @@ class Run:
             self.ways[one] += 1
             self.memory_bytes.pop(one, None)
             self.tasks[one].failures = 0
+
+    def _on_copied(self, body: dict[str, Any], at: float) -> None:
+        """Files that another peer holds, too."""
+        for hash, peer in body["files"]:
+            before = self.copies.get(hash, ())
+            self.copies[hash] = (*(p for p in before if p != peer), peer)[-COPIES_KNOWN_MAX:]
 
     def _on_lost(self, body: dict[str, Any], at: float) -> None:
         for name, number, reason, verdict, begun in body["attempts"]:
@@ -420,15 +438,24 @@ class Run:
     def file(self, name: str) -> File | None:
         """Where a file of this workflow is, if it is."""
         if name in self.staged:
-            return self.staged[name]
+            return self._where(self.staged[name])
         maker = self.workflow.producers.get(name)
         task = self.tasks.get(maker) if maker else None
         if task is None or task.won is None:
             return None
         for file in task.won.outputs:
             if file.name == name:
-                return file._replace(holders=self._holders(task, file.hash))
+                return self._where(file._replace(holders=self._holders(task, file.hash)))
         return None
+
+    def _where(self, file: File) -> File:
+        """With all who are known to hold it."""
+        if file.hash in self.missing:
+            return file._replace(holders=())
+        copies = self.copies.get(file.hash)
+        if not copies:
+            return file
+        return file._replace(holders=tuple(dict.fromkeys((*file.holders, *copies)))[:16])
 
     def _holders(self, task: TaskState, hash: bytes) -> tuple[bytes, ...]:
         assert task.won is not None
@@ -437,10 +464,51 @@ class Run:
             return (task.holder, task.copied_to)
         return (task.holder,)
 
+    def readers(self, name: str) -> int:
+        """Tasks that read it, and are not over."""
+        maker = self.workflow.producers.get(name)
+        children = self.children[maker] if maker is not None else ()
+        tasks = self.workflow.tasks
+        return sum(
+            name in tasks[child].inputs and self.tasks[child].state not in FINAL
+            for child in children
+        )
+
+    def unwanted(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Of these blobs, the ones that no task and no user of it will ask for. What is not known
+        here may be of an attempt that has not reported yet: it is wanted until all is over."""
+        known: set[bytes] = set()
+        wanted: set[bytes] = set()
+        unfinished = [
+            t for t in self.workflow.tasks.values() if self.tasks[t.id].state not in FINAL
+        ]
+        read = {name for task in unfinished for name in task.inputs}
+        taken = {n for t in unfinished for ref in t.references.values() for n in ref.tasks}
+        for name, file in self.staged.items():
+            known.add(file.hash)
+            if name in read:
+                wanted.add(file.hash)
+        for task in self.tasks.values():
+            if task.won is None:
+                continue
+            for file in task.won.outputs:
+                known.add(file.hash)
+                if file.name in read or file.name in self.final_files:
+                    wanted.add(file.hash)
+            value = task.won.value.file if task.won.value is not None else None
+            if value is not None:
+                known.add(value.hash)
+                if task.id in taken or task.id not in self.taken:
+                    wanted.add(value.hash)
+        for attempt in (a for task in self.tasks.values() for a in task.attempts):
+            if attempt.outcome is not None and attempt.outcome.log is not None:
+                wanted.add(attempt.outcome.log.hash)
+        return [h for h in hashes if h not in wanted and (h in known or self.over)]
+
     def value(self, name: str) -> Value | None:
         task = self.tasks[name]
         value = task.won.value if task.won else None
         if value is not None and value.file is not None:
-            file = value.file._replace(holders=(task.holder,))
+            file = self._where(value.file._replace(holders=(task.holder,)))
             return value._replace(file=file)
         return value

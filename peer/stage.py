@@ -77,16 +77,16 @@ class Stage:
     async def _made(self, name: str, source: Source) -> tuple[bytes, int]:
         if source.kind == "text":
             data = source.value.encode()
-            return await self._blobs.put(data), len(data)
+            return await self._blobs.put(data, self._run.id), len(data)
         if source.kind == "url":
             return await self._fetch_url(name, source.value)
         part = self._blobs.new_part()
         size = int(source.value)
         self._run.unstaged[name] = f"{show_bytes(size)} are being made up"
-        with self._blobs.room(size) as room:
+        async with self._blobs.make_room(size) as room:
             try:
                 await asyncio.to_thread(_make_up, str(part), name, size)
-                return await self._blobs.adopt(part, room=room)
+                return await self._blobs.adopt(part, self._run.id, room=room)
             finally:
                 part.unlink(missing_ok=True)
 
@@ -98,6 +98,7 @@ class Stage:
             size = self._blobs.size(hash)
             if size is not None:
                 self._blobs.touch(hash)
+                self._blobs.hold(hash, self._run.id)
                 return hash, size
             holders = await self._transfer.find(hash)
             if holders:
@@ -106,7 +107,7 @@ class Stage:
                 file = File(name=name, hash=hash, size=size, holders=tuple(holders[:16]))
                 try:
                     async with self._slots:
-                        await self._transfer.fetch(file)
+                        await self._transfer.fetch(file, self._run.id)
                     return hash, size
                 except Unavailable:
                     pass  # its holder went away: wait for another one

@@ -1,7 +1,9 @@
-"""Files from other peers: in ranges, from any holder, kept only if the hash is right.
+"""Files from other peers: small ones together, large ones in chunks from several at once, and from
+where they came from if no peer has them.
 
-One transfer a blob at a time, however many wait for it. A holder that fails or lies is passed over
-and the next one asked; holders come from the task's own list, then from the catalog's records.
+One transfer a blob at a time, however many wait for it; what is to come gets its room before the
+first byte. Holders come from the task's own list, then from the catalog's records, where every
+holder of a file that is worth a record says so, and takes it back when the file goes.
 """
 
 from __future__ import annotations
@@ -9,10 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
+from protocols.data.cache import Room
+from protocols.data.catalog import Catalog
+from protocols.data.swarm import Swarm, Unavailable
 from protocols.members import Members
 from protocols.messages import (
     BlobPart,
@@ -21,13 +28,16 @@ from protocols.messages import (
     CopiedBlobs,
     CopyBlobs,
     File,
+    Moved,
     ReadBlob,
     ReadBlobs,
 )
-from protocols.records import Records, key_of
+from protocols.records import Records
 from protocols.rpc import CallFailed, Refused, Rpc
 
-from .blobs import BlobError, Blobs, hash_file
+from .blobs import BlobError, Blobs
+
+__all__ = ["Fetched", "Transfer", "Unavailable"]
 
 log = logging.getLogger("valence.transfer")
 
@@ -37,26 +47,65 @@ TRANSFERS_MAX = 16
 SMALL_BYTES = 64 * 1024  # several of them share a message
 BATCH_BLOBS = 256
 COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
+#: what is smaller is fetched from where it was made, or made again: not worth a record
+RECORD_BYTES_MIN = 64 * 1024
+
+#: brings a file in from where it came from
+FromOrigin = Callable[[File, str, Room], Awaitable[None]]
 
 
-class Unavailable(BlobError):
-    """No holder could give it."""
+@dataclass(slots=True)
+class Fetched:
+    """What became of the files that were asked for."""
 
-    status = 503
+    errors: list[tuple[File, BaseException]] = field(default_factory=list)
+    moved: Moved = field(default_factory=Moved)
 
 
 class Transfer:
-    def __init__(self, rpc: Rpc, blobs: Blobs, members: Members, records: Records) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        blobs: Blobs,
+        members: Members,
+        records: Records,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self.catalog = Catalog(rpc.me.id, members, records, clock)
+        self.swarm = Swarm(rpc, blobs, members, rng)
+        self.from_origin: FromOrigin | None = None
         self._rpc = rpc
         self._blobs = blobs
         self._members = members
-        self._records = records
-        self._under_way: dict[bytes, asyncio.Task[None]] = {}
+        self._under_way: dict[bytes, asyncio.Task[str]] = {}
         self._slots = asyncio.Semaphore(TRANSFERS_MAX)
+        self.swarm.is_copy = lambda hash: not blobs.cache.holds(hash)
+        self.swarm.on_corrupt = self._corrupt
+        blobs.on_gone = self._gone
         rpc.on(ReadBlob, self._read_blob)
         rpc.on(ReadBlobs, self._read_blobs)
         rpc.on(CopyBlobs, self._copy_blobs)
+
+    def _gone(self, hash: bytes) -> None:
+        self.swarm.forget(hash)
+        self.catalog.lost(hash)
+
+    @staticmethod
+    def _corrupt(file: File, index: int, peer: bytes) -> None:
+        where = f"chunk {index} of {file.name} from {peer.hex()[:8]}"
+        log.warning("%s is not what it should be: it is fetched again", where)
+
+    async def run(self) -> None:
+        await self.catalog.run()
+
+    def held(self, hash: bytes) -> None:
+        """A file is here: others may want to know."""
+        if (self._blobs.size(hash) or 0) >= RECORD_BYTES_MIN:
+            self.catalog.held(hash)
+
+    # ----------------------------------------------------------------- serving
 
     async def _read_blob(self, sender: Contact, message: ReadBlob) -> BlobPart:
         size = self._blobs.size(message.hash)
@@ -81,11 +130,13 @@ class Transfer:
         return BlobsRead(blobs=tuple(found))
 
     async def _copy_blobs(self, sender: Contact, message: CopyBlobs) -> CopiedBlobs:
-        for file, error in await self.fetch_all(message.files):
+        found = await self.fetch_all(message.files, message.hold)
+        for file, error in found.errors:
             log.info("no second copy of %s here: %s", file.name, error)
-        return CopiedBlobs(hashes=tuple(f.hash for f in message.files if f.hash in self._blobs))
+        here = [f.hash for f in message.files if f.hash in self._blobs]
+        return CopiedBlobs(hashes=tuple(here))
 
-    async def copy_to(self, peer: bytes, files: list[File]) -> set[bytes]:
+    async def copy_to(self, peer: bytes, files: list[File], hold: str = "") -> set[bytes]:
         """Of those, the ones that this peer holds too by now."""
         contact = self._members.contact(peer)
         if contact is None:
@@ -93,73 +144,167 @@ class Transfer:
         size = sum(file.size for file in files)
         limit_s = COPY_S_MIN + size / COPY_BYTES_PER_S
         try:
-            message = CopyBlobs(files=tuple(files))
+            message = CopyBlobs(files=tuple(files), hold=hold)
             answer = await self._rpc.call(contact, message, CopiedBlobs, limit_s)
         except CallFailed as error:
             log.info("no second copy of %d files: %s", len(files), error)
             return set()
         return set(answer.hashes)
 
-    async def fetch(self, file: File) -> None:
+    # ----------------------------------------------------------------- fetching
+
+    async def fetch(self, file: File, hold: str = "") -> None:
         """After this the blob is here; or `BlobError`."""
-        while file.hash not in self._blobs:
-            task = self._under_way.get(file.hash)
-            if task is None:
-                task = asyncio.ensure_future(self._fetch(file))
-                self._under_way[file.hash] = task
-                task.add_done_callback(partial(self._fetched, file.hash))
-            await asyncio.shield(task)
+        for _, error in (await self.fetch_all([file], hold)).errors:
+            raise error
 
-    def _fetched(self, hash: bytes, task: asyncio.Task[None]) -> None:
-        self._under_way.pop(hash, None)
-        if not task.cancelled():
-            task.exception()  # who waited for it may have been ended: then nobody hears of it
+    async def fetch_all(self, files: Iterable[File], hold: str = "") -> Fetched:
+        """After this they are here, but for those with an error. Small ones that have a holder in
+        common come together; whatever did not come that way is fetched by itself."""
+        wanted = {file.hash: file for file in files}
+        found = Fetched()
+        with self._blobs.pinned(wanted):
+            local = sum(f.size for h, f in wanted.items() if h in self._blobs)
+            peer = origin = 0
+            left = [file for hash, file in wanted.items() if hash not in self._blobs]
+            if left:
+                before = {file.hash for file in left if file.hash in self._under_way}
+                results = await self._bring(left, hold)
+                for file, result in zip(left, results, strict=True):
+                    if isinstance(result, BaseException):
+                        found.errors.append((file, result))
+                    elif file.hash in before:
+                        local += file.size  # it came for another task, and counts there
+                    elif result == "origin":
+                        origin += file.size
+                    else:
+                        peer += file.size
+            if hold:
+                for hash in wanted:
+                    self._blobs.hold(hash, hold)
+        found.moved = Moved(local, peer, origin)
+        return found
 
-    async def fetch_all(self, files: Iterable[File]) -> list[tuple[File, BaseException]]:
-        """After this they are here, but for those that are returned. Small ones that have a holder
-        in common come together; whatever did not come that way is fetched by itself."""
-        missing = [file for file in files if file.hash not in self._blobs]
-        batches: dict[bytes, list[File]] = {}
-        for file in missing:
-            alive = [p for p in file.holders if self._members.is_alive(p) and p != self._rpc.me.id]
-            if file.size <= SMALL_BYTES and alive and file.hash not in self._under_way:
-                holder = max(alive, key=lambda p: len(batches.get(p, ())))
-                batches.setdefault(holder, []).append(file)
-        calls = []
-        for holder, rows in batches.items():
-            count = max(1, min(BATCH_BLOBS, RANGE_BYTES // max(1, max(f.size for f in rows))))
-            for start in range(0, len(rows) if len(rows) > 1 else 0, count):
-                calls.append(self._fetch_batch(holder, rows[start : start + count]))
-        await asyncio.gather(*calls)
-        left = [file for file in missing if file.hash not in self._blobs]
-        results = await asyncio.gather(*map(self.fetch, left), return_exceptions=True)
-        return [(f, e) for f, e in zip(left, results, strict=True) if e is not None]
-
-    async def _fetch_batch(self, holder: bytes, files: list[File]) -> None:
-        contact = self._members.contact(holder)
-        if contact is None:
-            return
-        wanted = {file.hash for file in files}
-        message = ReadBlobs(hashes=tuple(wanted))
+    async def _bring(self, files: list[File], hold: str) -> list[str | BaseException]:
+        new = [file for file in files if file.hash not in self._under_way]
         try:
+            for file in new:
+                self._blobs.cache.check(file.size)
+            async with self._blobs.make_room(sum(file.size for file in new)) as room:
+                self._start(new, hold, room)
+        except BlobError as error:
+            for file in new:
+                if file.hash not in self._under_way and file.hash not in self._blobs:
+                    return [error for _ in files]
+        waits = [self._wait(file, hold) for file in files]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    def _start(self, files: list[File], hold: str, room: Room) -> None:
+        """Each transfer has its room to itself: who asked for it may be gone before it ends."""
+        batches, alone = self._batches(files)
+        for holder, rows in batches:
+            own = _split(room, sum(file.size for file in rows))
+            batch = asyncio.ensure_future(self._fetch_batch(holder, rows, own))
+            for file in rows:
+                task = asyncio.ensure_future(self._after_batch(batch, file, hold))
+                self._note(file.hash, task)
+        for file in alone:
+            own = _split(room, file.size)
+            self._note(file.hash, asyncio.ensure_future(self._fetch(file, hold, own)))
+
+    def _note(self, hash: bytes, task: asyncio.Task[str]) -> None:
+        self._under_way[hash] = task
+        task.add_done_callback(partial(self._fetched, hash))
+
+    async def _wait(self, file: File, hold: str) -> str:
+        task = self._under_way.get(file.hash)
+        if task is not None:
+            return await asyncio.shield(task)
+        if file.hash in self._blobs:
+            return "peer"
+        async with self._blobs.make_room(file.size) as room:
+            if file.hash not in self._under_way and file.hash not in self._blobs:
+                self._start([file], hold, room)
+        return await self._wait(file, hold)
+
+    def _fetched(self, hash: bytes, task: asyncio.Task[str]) -> None:
+        if self._under_way.get(hash) is task:
+            del self._under_way[hash]
+        if not task.cancelled() and task.exception() is None:
+            self.held(hash)
+
+    def _batches(self, files: list[File]) -> tuple[list[tuple[bytes, list[File]]], list[File]]:
+        by_holder: dict[bytes, list[File]] = {}
+        alone = []
+        for file in files:
+            alive = [p for p in file.holders if self._members.is_alive(p) and p != self._rpc.me.id]
+            if file.size <= SMALL_BYTES and alive:
+                holder = max(alive, key=lambda p: len(by_holder.get(p, ())))
+                by_holder.setdefault(holder, []).append(file)
+            else:
+                alone.append(file)
+        batches = []
+        for holder, rows in by_holder.items():
+            if len(rows) == 1:
+                alone += rows
+                continue
+            count = max(1, min(BATCH_BLOBS, RANGE_BYTES // max(1, max(f.size for f in rows))))
+            for start in range(0, len(rows), count):
+                batches.append((holder, rows[start : start + count]))
+        return batches, alone
+
+    async def _fetch_batch(self, holder: bytes, files: list[File], room: Room) -> None:
+        contact = self._members.contact(holder)
+        wanted = {file.hash for file in files}
+        try:
+            if contact is None:
+                return
             async with self._slots:
+                message = ReadBlobs(hashes=tuple(wanted))
                 answer = await self._rpc.call(contact, message, BlobsRead)
                 rows = _checked(answer.blobs, wanted)
-                await self._blobs.put_many(rows)
+                await self._blobs.put_many(rows, room)
         except (CallFailed, BlobError) as error:
             log.debug("%d files from %s: %s", len(files), holder.hex()[:8], error)
             return
+        finally:
+            self._blobs.cache.give_back(room)
         self.counts["corrupt"] += len(answer.blobs) - len(rows)
         self.counts["bytes_fetched"] += sum(len(data) for _, data in rows)
 
-    async def announce(self, hash: bytes, version: int) -> None:
-        """To the catalog: this peer holds it."""
-        await self._records.publish({key_of("blob", hash.hex()): self._rpc.me.id}, version)
+    async def _after_batch(self, batch: asyncio.Task[None], file: File, hold: str) -> str:
+        await asyncio.shield(batch)
+        if file.hash in self._blobs:
+            return "peer"
+        async with self._blobs.make_room(file.size) as room:
+            return await self._fetch(file, hold, _split(room, file.size))
+
+    async def _fetch(self, file: File, hold: str, room: Room) -> str:
+        """From peers; else from where it came from. Says which."""
+        try:
+            async with self._slots:
+                try:
+                    await self.swarm.fetch(file, hold, room, self.catalog.find)
+                    return "peer"
+                except Unavailable as error:
+                    if not file.url or self.from_origin is None:
+                        raise
+                    log.info("%s from its origin: %s", file.name, error)
+                await self.from_origin(file, hold, room)
+                return "origin"
+        finally:
+            self._blobs.cache.give_back(room)
+
+    # ----------------------------------------------------------------- for users
+
+    async def announce(self, hash: bytes) -> None:
+        """To the catalog: this peer holds it. Returns when that is known."""
+        self.catalog.held(hash)
+        await self.catalog.tell()
 
     async def find(self, hash: bytes) -> list[bytes]:
         """Holders by the catalog."""
-        found = await self._records.fetch(key_of("blob", hash.hex()))
-        return [r.owner for r in found if self._members.is_here(r.owner)]
+        return await self.catalog.find(hash)
 
     async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
         """As a holder says; the hash is what is believed in the end."""
@@ -185,39 +330,6 @@ class Transfer:
                 if contact is not None and holder not in tried:
                     tried.add(holder)
                     yield contact
-
-    async def _fetch(self, file: File) -> None:
-        reasons = []
-        async with self._slots:
-            async for holder in self._holders(file):
-                try:
-                    await self._fetch_from(holder, file)
-                except CallFailed as error:
-                    reasons.append(f"{holder.id.hex()[:8]}: {error}")
-                except BlobError as error:
-                    self.counts["corrupt"] += 1
-                    reasons.append(f"{holder.id.hex()[:8]}: {error}")
-                    if error.status in (507, 413):
-                        raise
-                else:
-                    return
-        why = "; ".join(reasons) or "nobody is known to hold it"
-        raise Unavailable(f"{file.name}: no holder could give it ({why})")
-
-    async def _fetch_from(self, holder: Contact, file: File) -> None:
-        part = self._blobs.new_part()
-        with self._blobs.room(file.size) as room:
-            try:
-                with part.open("wb") as out:
-                    async for data in self.stream(holder, file.hash, 0, file.size):
-                        await asyncio.to_thread(out.write, data)
-                found = await asyncio.to_thread(hash_file, part)
-                if found != file.hash:
-                    raise BlobError("its content is not what its name says")
-                await self._blobs.adopt(part, copy=True, hashed=found, room=room)
-                self.counts["bytes_fetched"] += file.size
-            finally:
-                part.unlink(missing_ok=True)
 
     async def stream(
         self, holder: Contact, hash: bytes, start: int, end: int
@@ -266,6 +378,13 @@ class Transfer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _split(room: Room, size: int) -> Room:
+    """So much of it, as a room of its own."""
+    taken = min(size, room.size)
+    room.size -= taken
+    return Room(taken)
 
 
 def _checked(found: Iterable[tuple[bytes, bytes]], wanted: set[bytes]) -> list[tuple[bytes, bytes]]:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from .data.sheet import SHEET_BYTES_MAX
+
 ID_BYTES = 20
 
 PeerId = Annotated[bytes, Field(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -152,6 +154,7 @@ class File(NamedTuple):
     hash: Hash
     size: Natural
     holders: Annotated[tuple[PeerId, ...], Field(max_length=16)] = ()
+    url: Annotated[str, Field(max_length=2000)] = ""  # where it came from, should no peer have it
 
 
 class Value(NamedTuple):
@@ -190,6 +193,14 @@ class Work(NamedTuple):
     gang: bool = False  # others run at the same time, at other peers
 
 
+class Moved(NamedTuple):
+    """Bytes of inputs, by where they were: on the peer's own disk, elsewhere, at their origin."""
+
+    local: Natural = 0
+    peer: Natural = 0
+    origin: Natural = 0
+
+
 class Outcome(NamedTuple):
     """How an attempt ended. `kind`: ok, failed (the task's fault), or returned (the peer's)."""
 
@@ -210,6 +221,9 @@ class Outcome(NamedTuple):
     enclosed: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=256)] = ()
     epoch: Natural = 0  # of the home that gave the attempt: no other attempt has number and epoch
     cause: Word = ""  # of a failure, in a word: memory, timeout, exit or signal
+    moved: Moved = Moved()  # what it read
+    # inputs that nobody has any more, as all who were said to hold them have answered
+    missing: Annotated[tuple[Hash, ...], Field(max_length=1000)] = ()
 
 
 class GangTag(NamedTuple):
@@ -686,6 +700,7 @@ class CopyBlobs(Message):
     """Fetch these and keep them, so that they outlive who holds them now."""
 
     files: Annotated[tuple[File, ...], Field(max_length=500)]
+    hold: Word = ""  # the workflow that wants them
 
 
 @numbered(46)
@@ -693,6 +708,57 @@ class CopiedBlobs(Message):
     """Those that are here now."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
+
+
+@numbered(73, repeatable=True)
+class OpenBlob(Message):
+    """Before chunks of it are read."""
+
+    hash: Hash
+
+
+@numbered(74)
+class OpenedBlob(Message):
+    """`have`: a bit for each chunk that is here; empty: all are."""
+
+    size: Natural
+    sheet: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)]
+    have: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)] = b""
+
+
+@numbered(75)
+class ReadChunk(Message):
+    """`insist`: those it was told to ask instead do not have it."""
+
+    hash: Hash
+    index: Natural
+    insist: bool = False
+
+
+@numbered(76)
+class Chunk(Message):
+    """Its bytes; or, if there are none, who is about to have it."""
+
+    forgettable: ClassVar[bool] = True
+
+    data: bytes
+    have: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)] = b""  # as in `OpenedBlob`
+    ask: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()
+
+
+@numbered(77, repeatable=True)
+class StillHeld(Message):
+    """To a workflow's home, by a peer that is short of room: what of this is wanted?"""
+
+    workflow: Word
+    hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
+
+
+@numbered(78)
+class Unheld(Message):
+    """Those that are not wanted any more."""
+
+    hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
 
 
 @numbered(50)

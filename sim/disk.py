@@ -25,6 +25,7 @@ class Platter:
         self.tables = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
         prepare(self.tables)
         self.blobs: dict[bytes, bytes] = {}
+        self.holds: dict[bytes, set[str]] = {}  # what each is kept for
         self.boots = 0
 
     def apply(self, statements: list[Statement]) -> Exception | None:

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-from peer.blobs import BlobError
-from peer.transfer import Transfer
-from protocols.messages import Contact, File, Value, Work
+from peer.transfer import Transfer, Unavailable
+from protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Room
+from protocols.data.sheet import Sheet, count, span
+from protocols.messages import File, Moved, Value, Work
 
 from .disk import Platter
 
@@ -23,49 +24,135 @@ from .disk import Platter
 class SimBlobs:
     """`peer.blobs.Blobs`, as far as the parts of a peer use it."""
 
-    def __init__(self, platter: Platter) -> None:
+    def __init__(self, platter: Platter, quota_bytes: int = 2**40) -> None:
+        self.on_gone: Callable[[bytes], None] = lambda hash: None
+        self.on_pressure: Callable[[], Awaitable[None]] = _nobody
+        self.cache = Cache(quota_bytes, 2**40)
+        self.cache.on_evict = self._evicted
         self._held = platter.blobs
-        self.blob_bytes_max = 2**40
+        self._holds = platter.holds
+        self._sheets: dict[bytes, Sheet] = {}
+        for hash, data in self._held.items():
+            for hold in self._holds.get(hash) or ("",):
+                self.cache.add(hash, len(data), hold)
 
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._held
 
+    @property
+    def blob_bytes_max(self) -> int:
+        return self.cache.blob_bytes_max
+
     def size(self, hash: bytes) -> int | None:
         return len(self._held[hash]) if hash in self._held else None
 
-    async def put(self, data: bytes, copy: bool = False) -> bytes:
+    def _evicted(self, hash: bytes) -> None:
+        del self._held[hash]
+        self._sheets.pop(hash, None)
+        self.on_gone(hash)
+
+    def hold(self, hash: bytes, hold: str) -> bool:
+        if hash not in self._held:
+            return False
+        self._holds.setdefault(hash, set()).add(hold)
+        self.cache.add(hash, len(self._held[hash]), hold)
+        return True
+
+    def release(self, hold: str, hashes: Iterable[bytes]) -> None:
+        for hash in hashes:
+            self._holds.get(hash, set()).discard(hold)
+            self.cache.release(hash, hold)
+
+    @contextlib.asynccontextmanager
+    async def make_room(self, size: int) -> AsyncIterator[Room]:
+        room = Room()
+        try:
+            try:
+                self.cache.take(size, room)
+            except QuotaFull:
+                await self.on_pressure()
+                self.cache.take(size, room)
+            yield room
+        finally:
+            self.cache.give_back(room)
+
+    async def put(self, data: bytes, hold: str = OWN) -> bytes:
         hash = hashlib.sha256(data).digest()
         await asyncio.sleep(0.001)
-        self._held[hash] = data
+        if hash not in self._held:
+            async with self.make_room(len(data)) as room:
+                self.keep(hash, data, hold, room)
+        elif hold:
+            self.hold(hash, hold)
         return hash
 
-    async def put_many(self, found: list[tuple[bytes, bytes]]) -> None:
-        for _, data in found:
-            await self.put(data, copy=True)
+    def keep(self, hash: bytes, data: bytes, hold: str, room: Room) -> None:
+        if hash not in self._held:
+            self._held[hash] = data
+            self.cache.add(hash, len(data), "", room)
+        if hold:
+            self.hold(hash, hold)
+
+    async def put_many(self, found: list[tuple[bytes, bytes]], room: Room | None = None) -> None:
+        await asyncio.sleep(0.001)
+        for hash, data in found:
+            self.keep(hash, data, "", room or Room())
 
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
         return [(hash, self._held[hash]) for hash in hashes]
 
     async def read(self, hash: bytes, offset: int, length: int) -> bytes:
+        self.cache.used(hash)
         return self._held[hash][offset : offset + length]
 
     def touch(self, hash: bytes) -> None:
         pass
 
-    @contextlib.contextmanager
-    def pinned(self, hashes: list[bytes]) -> Iterator[None]:
-        yield
+    def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]:
+        return self.cache.pinned(hashes)
+
+    async def sheet(self, hash: bytes) -> Sheet:
+        data = self._held[hash]
+        if hash not in self._sheets:
+            size = len(data)
+            spans = [span(size, i) for i in range(count(size))]
+            self._sheets[hash] = Sheet.of(size, (data[at : at + n] for at, n in spans))
+        return self._sheets[hash]
+
+    def know_sheet(self, hash: bytes, sheet: Sheet) -> None:
+        pass
+
+    def part(self, size: int) -> SimPart:
+        return SimPart(self, size)
 
 
-class SimTransfer(Transfer):
-    """The product's, but for the file that parts are gathered in."""
+class SimPart:
+    def __init__(self, blobs: SimBlobs, size: int) -> None:
+        self._blobs = blobs
+        self._data = bytearray(size)
 
-    async def _fetch_from(self, holder: Contact, file: File) -> None:
-        parts = [data async for data in self.stream(holder, file.hash, 0, file.size)]
-        data = b"".join(parts)
-        if hashlib.sha256(data).digest() != file.hash:
-            raise BlobError("its content is not what its name says")
-        await self._blobs.put(data)
+    async def write(self, index: int, data: bytes) -> None:
+        await asyncio.sleep(0)
+        start, length = span(len(self._data), index)
+        self._data[start : start + length] = data
+
+    async def read(self, index: int) -> bytes:
+        start, length = span(len(self._data), index)
+        return bytes(self._data[start : start + length])
+
+    async def hashed(self) -> bytes:
+        return hashlib.sha256(self._data).digest()
+
+    async def keep(self, hash: bytes, hold: str, room: Room) -> None:
+        await asyncio.sleep(0.001)
+        self._blobs.keep(hash, bytes(self._data), hold, room)
+
+    def close(self) -> None:
+        pass
+
+
+async def _nobody() -> None:
+    return None
 
 
 class SimProcesses:
@@ -84,8 +171,18 @@ class SimAttempt:
 
     async def run(self) -> dict[str, Any]:
         shop, work = self._workshop, self.work
-        for _, error in await shop.transfer.fetch_all(work.inputs):
-            return {"kind": "returned", "reason": str(error)[:2000]}
+        with shop.blobs.pinned([file.hash for file in work.inputs]):
+            try:
+                return await self._run()
+            except BlobError as error:
+                return {"kind": "returned", "reason": str(error)[:2000]}
+
+    async def _run(self) -> dict[str, Any]:
+        shop, work = self._workshop, self.work
+        fetched = await shop.transfer.fetch_all(work.inputs)
+        for _, error in fetched.errors:
+            gone = [f.hash for f, e in fetched.errors if isinstance(e, Unavailable) and e.gone]
+            return {"kind": "returned", "reason": str(error)[:2000], "missing": tuple(gone)}
         shop.on_begin(work)
         shop.running += 1
         try:
@@ -99,9 +196,10 @@ class SimAttempt:
         for name in work.outputs:
             size = 20_000 if "large" in name else 40
             data = f"{work.key} {work.epoch} {shop.rng.random()}".encode().ljust(size, b".")
-            hash = await shop.blobs.put(data)
+            hash = await shop.blobs.put(data, work.key.workflow)
             outputs.append(File(name=name, hash=hash, size=len(data)))
         found: dict[str, Any] = {"kind": "ok", "exit_code": 0, "outputs": tuple(outputs)}
+        found["moved"] = fetched.moved
         if work.call is not None:
             found["value"] = Value("json", b"%d" % shop.rng.randint(0, 10**9))
         return found
@@ -117,7 +215,7 @@ class SimAttempt:
 class SimWorkshop:
     """Where attempts run, and who looks on."""
 
-    def __init__(self, blobs: SimBlobs, transfer: SimTransfer, rng: random.Random) -> None:
+    def __init__(self, blobs: SimBlobs, transfer: Transfer, rng: random.Random) -> None:
         self.processes = SimProcesses()
         self.blobs = blobs
         self.transfer = transfer
@@ -126,6 +224,9 @@ class SimWorkshop:
         self.failing = 0.0
         self.on_begin: Callable[[Work], None] = lambda work: None
         self.on_end: Callable[[Work], None] = lambda work: None
+
+    async def fetch(self, work: Work) -> Moved:
+        return (await self.transfer.fetch_all(work.inputs)).moved
 
     def attempt(self, work: Work) -> SimAttempt:
         return SimAttempt(self, work)

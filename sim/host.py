@@ -11,12 +11,13 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from peer.enactment import Enactment
+from peer.transfer import Transfer
 from protocols.config import Config
 from protocols.messages import Capacity, Contact, Hello, Welcome
 from protocols.rpc import CallFailed
 
 from .disk import Platter, SimDatabase
-from .files import SimBlobs, SimTransfer, SimWorkshop
+from .files import SimBlobs, SimWorkshop
 from .loop import Life
 from .network import Network, SimPeer
 
@@ -36,6 +37,7 @@ class Host:
         self.gone = False  # for good
         self.slots = capacity.millicores // 1000
         self.sync_s = 0.001
+        self.quota_bytes = 2**40
         self._network = network
         self._config = config
 
@@ -67,8 +69,15 @@ class Host:
         rng = self.rng = random.Random(peer.rng.getrandbits(64))
         self.database = SimDatabase(self.platter, random.Random(rng.getrandbits(64)))
         self.database.sync_s = self.sync_s
-        self.blobs = SimBlobs(self.platter)
-        self.transfer = SimTransfer(peer.rpc, self.blobs, peer.members, peer.records)  # type: ignore[arg-type]
+        self.blobs = SimBlobs(self.platter, self.quota_bytes)
+        self.transfer = Transfer(
+            peer.rpc,
+            self.blobs,  # type: ignore[arg-type]
+            peer.members,
+            peer.records,
+            self.clock,
+            random.Random(rng.getrandbits(64)),
+        )
         self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
         self.enactment = Enactment(
             rpc=peer.rpc,

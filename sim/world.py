@@ -23,7 +23,7 @@ from typing import Any
 from peer.answers import Problem
 from protocols.config import LAN, Config
 from protocols.keeping.replica import majority, shown
-from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, Work
+from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
 
 from .host import Host
 from .ledger import FINAL, Ledger, Violation
@@ -217,8 +217,9 @@ class World:
         served: set[tuple[bytes, int]] = set()
 
         def start(sender: Contact, id: int | None, message: Any, remember: Any = None) -> bool:
-            # (users' questions are answered anew: what they change, they change once)
-            if id is not None and not message.repeatable and not isinstance(message, Ask):
+            # (users' questions and chunks are answered anew: what they change, they change once)
+            anew = message.repeatable or isinstance(message, Ask | ReadChunk)
+            if id is not None and not anew:
                 if (sender.id, id) in served:
                     self._fail(f"one call was carried out twice: {type(message).__name__}")
                 served.add((sender.id, id))

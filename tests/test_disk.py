@@ -21,7 +21,9 @@ from peer.processes import NurseryGone, Processes, StartFailed
 
 
 def store(path: Path, quota: int = 1_000_000) -> Blobs:
-    return Blobs(path, quota, 500_000)
+    blobs = Blobs(path, quota, 500_000)
+    blobs.room_s = 0.1
+    return blobs
 
 
 async def stream(*parts: bytes) -> AsyncIterator[bytes]:
@@ -70,7 +72,7 @@ async def test_the_quota_counts_what_is_being_written_and_evicts_copies_only(
 ) -> None:
     blobs = store(tmp_path)
     own = await blobs.put(b"o" * 400_000)
-    copy = await blobs.put(b"c" * 400_000, copy=True)
+    copy = await blobs.put(b"c" * 400_000, hold="")
     with blobs.room(300_000):
         assert copy not in blobs, "a copy makes room"
         with pytest.raises(QuotaFull):
@@ -82,12 +84,12 @@ async def test_the_quota_counts_what_is_being_written_and_evicts_copies_only(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert blobs.used_bytes in (400_000, 500_000)
-    assert blobs.used_bytes == sum(blobs.size(h) or 0 for h in list(blobs._known))
+    assert blobs.used_bytes == sum(blobs.size(h) or 0 for h in list(blobs.cache))
 
 
 async def test_a_pinned_copy_stays(tmp_path: Path) -> None:
     blobs = store(tmp_path)
-    copy = await blobs.put(b"c" * 400_000, copy=True)
+    copy = await blobs.put(b"c" * 400_000, hold="")
     with blobs.pinned([copy]), pytest.raises(QuotaFull):
         await asyncio.gather(*(blobs.put(bytes([n]) * 400_000) for n in range(3)))
     assert copy in blobs
@@ -95,25 +97,75 @@ async def test_a_pinned_copy_stays(tmp_path: Path) -> None:
 
 async def test_own_content_that_came_as_a_copy_is_kept_as_own(tmp_path: Path) -> None:
     blobs = store(tmp_path)
-    await blobs.put(b"same", copy=True)
+    await blobs.put(b"same", hold="")
     path = tmp_path / "made"
     path.write_bytes(b"same")
     hash, _ = await blobs.adopt(path)
     assert blobs.used_bytes == 4
-    blobs._evict(1_000_000)
+    blobs.cache._evict(1_000_000)
     assert hash in blobs
     again = store(tmp_path)
     assert again.used_bytes == 4
 
 
-async def test_both_files_of_one_content_do_not_keep_a_peer_from_starting(tmp_path: Path) -> None:
+async def test_what_a_blob_is_held_for_is_known_after_a_restart(tmp_path: Path) -> None:
     blobs = store(tmp_path)
-    hash = await blobs.put(b"")
-    place = blobs.path(hash)
-    place.with_name(place.name + ".copy").write_bytes(b"")
+    hash = await blobs.put(b"result", hold="one")
+    await blobs.put(b"result", hold="two")
+    blobs.release("one", [hash])
     again = store(tmp_path)
-    assert len(again) == 1
-    assert again.path(hash).exists()
+    assert again.cache.held_for() == {"two": [hash]}
+    again.release("two", [hash])
+    assert not store(tmp_path).cache.held_for()
+    again.cache._evict(1_000_000)
+    assert hash not in again
+    assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+
+
+async def test_a_crash_between_a_blobs_two_names_loses_nothing(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    hash = await blobs.put(b"result", hold="one")
+    blobs.path(hash).unlink()
+    again = store(tmp_path)
+    assert await again.read(hash, 0, 6) == b"result"
+    assert again.used_bytes == 6
+
+
+async def test_a_result_that_is_wanted_stays_until_its_home_lets_go_of_it(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    result = await blobs.put(b"r" * 400_000, hold="wf")
+    with pytest.raises(QuotaFull):
+        await asyncio.gather(*(blobs.put(bytes([n]) * 400_000, hold="wf") for n in range(2)))
+    assert result in blobs
+
+    async def ask() -> None:
+        blobs.release("wf", [result])
+
+    blobs.on_pressure = ask
+    gone: list[bytes] = []
+    blobs.on_gone = gone.append
+    await blobs.put(b"n" * 400_000, hold="wf")
+    assert gone == [result]
+    assert blobs.used_bytes <= blobs.quota_bytes
+
+
+async def test_who_waits_for_room_gets_it_when_another_is_done(tmp_path: Path) -> None:
+    blobs = store(tmp_path)
+    blobs.room_s = 5.0
+    async with blobs.make_room(400_000), blobs.make_room(400_000):
+        waiting = asyncio.ensure_future(blobs.put(b"w" * 400_000))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+    assert await waiting in blobs
+
+
+async def test_what_never_fits_is_refused_at_once(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path, 1000, 500_000)
+    began = time.monotonic()
+    with pytest.raises(QuotaFull, match="can come free"):
+        async with blobs.make_room(1001):
+            pass
+    assert time.monotonic() - began < 5
 
 
 async def test_age_counts_from_the_day_it_came(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from peer.transfer import Transfer
 from protocols.config import LAN, OVERLAYS, Config
 from protocols.members import State
 from protocols.messages import Contact, Done, File, Leave, Member, Ping, Record, Refusal, Vacancy
@@ -19,7 +20,7 @@ from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
 from protocols.rpc import Refused, Rpc, Unreachable
 from sim.disk import Platter
-from sim.files import SimBlobs, SimTransfer
+from sim.files import SimBlobs
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
 
@@ -432,7 +433,8 @@ def test_small_files_come_together_and_what_is_wrong_is_not_kept() -> None:
         await until(lambda: all(len(p.members.here()) == 3 for p in peers), 30)
         blobs = [SimBlobs(Platter()) for _ in peers]
         transfers = [
-            SimTransfer(p.rpc, b, p.members, p.records) for p, b in zip(peers, blobs, strict=True)
+            Transfer(p.rpc, b, p.members, p.records, lambda: 1.0, random.Random(1))
+            for p, b in zip(peers, blobs, strict=True)
         ]
         files = []
         for number in range(300):
@@ -444,13 +446,13 @@ def test_small_files_come_together_and_what_is_wrong_is_not_kept() -> None:
         lied = files[7].hash
         blobs[1]._held[lied] = b"something else"
         before = transfers[0]._rpc.counts.calls
-        assert await transfers[0].fetch_all(files) == []
+        assert (await transfers[0].fetch_all(files)).errors == []
         assert all(file.hash in blobs[0] for file in files)
         assert blobs[0]._held[lied] == b"7"  # from the other holder
         assert transfers[0].counts["corrupt"] >= 1
         assert transfers[0]._rpc.counts.calls - before < 10
         gone = File("gone", b"x" * 32, 3, (peers[1].contact.id,))
-        ((file, error),) = await transfers[0].fetch_all([gone, files[0]])
+        ((file, error),) = (await transfers[0].fetch_all([gone, files[0]])).errors
         assert file is gone
         assert "no holder could give it" in str(error)
         for peer in peers:

@@ -332,6 +332,9 @@ def _show(view: dict[str, Any], display: Display) -> int:
     others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
     also = f", also kept by {' and '.join(others)}" if others else ""
     display.say(f"home: peer {view['home'][:8]}{also}")
+    read = _bytes_read(view)
+    if read:
+        display.say(f"inputs read: {read}")
     if view["late"]:
         display.say(display.colour("its deadline has passed", "failed"))
     for name, reason in view["waiting_inputs"].items():
@@ -435,6 +438,19 @@ def _logs(options: argparse.Namespace, display: Display) -> int:
     return 0
 
 
+def _bytes_read(view: dict[str, Any]) -> str:
+    """Where its inputs were, in words; empty if it read none."""
+    places = {
+        "local": "on the peer's own disk",
+        "peer": "from other peers",
+        "origin": "from outside",
+    }
+    found = view.get("bytes") or {}
+    return ", ".join(
+        f"{show_bytes(found[key])} {words}" for key, words in places.items() if found.get(key)
+    )
+
+
 def _why(options: argparse.Namespace, display: Display) -> int:
     task = Client().workflow(options.id).task(options.task)
     if options.json:
@@ -451,6 +467,9 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         display.say(
             f"attempt {attempt['number']} on {attempt['peer'][:8]}: {attempt['state']}{ended}"
         )
+        read = _bytes_read(attempt)
+        if read:
+            display.say(f"  inputs: {read}")
         looked = f"{placement['matching']} of {placement['known']} peers match; "
         found = "" if placement["matching"] is None else looked
         took_s = placement.get("sought_s")

@@ -1,0 +1,94 @@
+"""How a blob is cut into chunks, and by what each chunk is known. Pure.
+
+A blob's own name is the hash of all of it. A *sheet* lists the digests of its chunks, as whoever
+holds the blob computed them; it is believed until the whole turns out to be something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+CHUNK_BYTES_MIN = 1 << 20
+CHUNKS_MAX = 1 << 16
+DIGEST_BYTES = 16
+SHEET_BYTES_MAX = CHUNKS_MAX * DIGEST_BYTES
+
+
+def chunk_bytes(size: int) -> int:
+    """The same everywhere: a power of two, and never too many of them."""
+    found = CHUNK_BYTES_MIN
+    while size > found * CHUNKS_MAX:
+        found *= 2
+    return found
+
+
+def count(size: int) -> int:
+    return -(-size // chunk_bytes(size))
+
+
+def span(size: int, index: int) -> tuple[int, int]:
+    """Where a chunk begins, and how long it is."""
+    step = chunk_bytes(size)
+    start = index * step
+    return start, max(0, min(step, size - start))
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
+
+
+class Sheet:
+    """The digests of a blob's chunks, one after the other."""
+
+    __slots__ = ("digests", "size")
+
+    def __init__(self, size: int, digests: bytes) -> None:
+        if len(digests) != DIGEST_BYTES * count(size):
+            raise ValueError("a sheet has one digest for each chunk")
+        self.size = size
+        self.digests = digests
+
+    @staticmethod
+    def of(size: int, chunks: Iterable[bytes]) -> Sheet:
+        return Sheet(size, b"".join(map(digest, chunks)))
+
+    def fits(self, index: int, data: bytes) -> bool:
+        at = index * DIGEST_BYTES
+        return (
+            len(data) == span(self.size, index)[1]
+            and digest(data) == self.digests[at : at + DIGEST_BYTES]
+        )
+
+
+class Chunks:
+    """A set of chunks of one blob."""
+
+    __slots__ = ("_bits", "count", "held")
+
+    def __init__(self, count: int, bits: bytes = b"") -> None:
+        self.count = count
+        length = -(-count // 8)
+        self._bits = bytearray(bits[:length].ljust(length, b"\0"))
+        if length and count % 8:
+            self._bits[-1] &= (1 << count % 8) - 1
+        self.held = int.from_bytes(self._bits).bit_count()
+
+    @staticmethod
+    def all(count: int) -> Chunks:
+        return Chunks(count, b"\xff" * -(-count // 8))
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._bits[index >> 3] & (1 << (index & 7)))
+
+    def add(self, index: int) -> None:
+        if index not in self:
+            self._bits[index >> 3] |= 1 << (index & 7)
+            self.held += 1
+
+    @property
+    def full(self) -> bool:
+        return self.held >= self.count
+
+    def to_bytes(self) -> bytes:
+        return bytes(self._bits)

@@ -1,0 +1,504 @@
+"""Large files, in chunks, from several peers at once; those who fetch one serve it already.
+
+Rules:
+- A chunk counts when its digest is the one on the sheet, a file when its hash is its name. A sheet
+  that leads to another file was a lie: all of it is thrown away, and its teller is not asked again.
+- Who holds a file gives each chunk away once (a copy of it: a few times). The next who ask for it
+  are told who has it by now, or is about to: among many readers a chunk goes down a tree of
+  readers, and the holder sends the file about once, however many want it.
+- Who is told to ask a reader that has it not (it died, it gave up) comes back and insists, and gets
+  it: being sent on can make a chunk late, and never unavailable.
+- A source that fails is left alone for a while that doubles; one that says that it has nothing is
+  dropped; what has come stays, so a cut costs what was on the way, no more.
+- Everything is bounded: chunks on the way, in all and at one source; sources; who waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..members import Members
+from ..messages import Chunk, Contact, File, OpenBlob, OpenedBlob, ReadChunk
+from ..rpc import CallFailed, Refused, Rpc
+from . import sheet as sheets
+from .cache import BlobError, Room
+from .sheet import Chunks, Sheet
+
+AT_ONCE = 8  # chunks on the way, of one file
+AT_SOURCE = 4
+SOURCES_MAX = 24
+SERVED_AT_ONCE = 16
+SERVED_MAX = 256  # that wait for their turn, or for a chunk that is on its way here
+WAIT_S = 8.0  # for such a chunk
+CHUNK_S = 15.0
+OPEN_S = 5.0
+GIVEN_MAX = 16  # names kept for a chunk
+CROWDS_MAX = 256
+CROWD_S = 60.0  # after the last one asked, it has dispersed
+COPIES_GIVE = 3
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 5.0
+CORRUPT_MAX = 3
+STALL_S = 20.0
+SEEK_S = 2.0  # between two looks into the catalog
+LIES_MAX = 4
+
+
+class Part(Protocol):
+    """A file that is being put together."""
+
+    async def write(self, index: int, data: bytes) -> None: ...
+    async def read(self, index: int) -> bytes: ...
+    async def hashed(self) -> bytes: ...
+    async def keep(self, hash: bytes, hold: str, room: Room) -> None: ...
+    def close(self) -> None: ...
+
+
+class Files(Protocol):
+    """What is on this peer's disk."""
+
+    def __contains__(self, hash: bytes) -> bool: ...
+    def size(self, hash: bytes) -> int | None: ...
+    async def sheet(self, hash: bytes) -> Sheet: ...
+    def know_sheet(self, hash: bytes, sheet: Sheet) -> None: ...
+    async def read(self, hash: bytes, offset: int, length: int) -> bytes: ...
+    def part(self, size: int) -> Part: ...
+
+
+class Unavailable(BlobError):
+    """No holder could give it. `gone`: and all have answered that they do not have it."""
+
+    status = 503
+
+    def __init__(self, text: str, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
+@dataclass(slots=True)
+class _Source:
+    contact: Contact
+    have: Chunks | None = None  # None: it was not asked yet
+    reader: bool = False  # it is fetching the file itself
+    on_the_way: int = 0
+    failures: int = 0
+    corrupt: int = 0
+    not_before: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Crowd:
+    """Who asked for chunks of a file here."""
+
+    given: dict[int, list[bytes]] = field(default_factory=dict)
+    times: Counter[int] = field(default_factory=Counter)
+    at: float = 0.0
+
+
+class _Fetch:
+    """A file on its way here."""
+
+    def __init__(self, file: File, part: Part) -> None:
+        self.file = file
+        self.part = part
+        self.sheet: Sheet | None = None
+        self.teller = b""  # of the sheet
+        self.have = Chunks(sheets.count(file.size))
+        self.under_way: set[int] = set()
+        self.sources: dict[bytes, _Source] = {}
+        self.dropped: dict[bytes, str] = {}  # sources that are of no use, and why
+        self.unreached = False  # some of them may have it, and did not answer
+        self.arrived = asyncio.Event()  # and is made anew with each chunk
+
+
+class Swarm:
+    def __init__(self, rpc: Rpc, files: Files, members: Members, rng: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self.on_corrupt: Callable[[File, int, bytes], None] = lambda file, index, peer: None
+        self.is_copy: Callable[[bytes], bool] = lambda hash: False
+        self._rpc = rpc
+        self._files = files
+        self._members = members
+        self._rng = rng
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._crowds: OrderedDict[bytes, _Crowd] = OrderedDict()
+        self._serving = asyncio.Semaphore(SERVED_AT_ONCE)
+        self._waiting = 0
+        rpc.on(OpenBlob, self._open)
+        rpc.on(ReadChunk, self._read_chunk)
+
+    # ----------------------------------------------------------------- serving
+
+    async def _open(self, sender: Contact, message: OpenBlob) -> OpenedBlob:
+        hash = message.hash
+        size = self._files.size(hash)
+        if size is not None:
+            sheet = (await self._files.sheet(hash)).digests if sheets.count(size) > 1 else b""
+            return OpenedBlob(size=size, sheet=sheet)
+        fetch = self._fetches.get(hash)
+        if fetch is not None and fetch.sheet is not None:
+            return OpenedBlob(
+                size=fetch.file.size, sheet=fetch.sheet.digests, have=fetch.have.to_bytes()
+            )
+        raise Refused("missing", "this peer does not hold that blob")
+
+    async def _read_chunk(self, sender: Contact, message: ReadChunk) -> Chunk:
+        hash, index = message.hash, message.index
+        size = self._files.size(hash)
+        fetch = self._fetches.get(hash)
+        if size is None and fetch is None:
+            raise Refused("missing", "this peer does not hold that blob")
+        if size is None and fetch is not None:
+            size = fetch.file.size
+        assert size is not None
+        if index >= max(1, sheets.count(size)):
+            raise Refused("chunk", "it has no such chunk")
+        if hash in self._files:
+            instead = () if message.insist else self._instead(hash, index, sender.id)
+            if instead:
+                self.counts["sent_on"] += 1
+                return Chunk(data=b"", ask=instead)
+            self._gave(hash, index, sender.id)  # who asks while it is being read is sent on, too
+        if self._waiting >= SERVED_MAX:
+            raise Refused("busy", "this peer serves too many chunks; ask another one")
+        self._waiting += 1
+        try:
+            async with self._serving:
+                data = await self._chunk(hash, index, size)
+            if data is None:  # not here, but perhaps soon
+                data = await self._soon(hash, index, size)
+        finally:
+            self._waiting -= 1
+        fetch = self._fetches.get(hash)
+        have = fetch.have.to_bytes() if fetch is not None and hash not in self._files else b""
+        if data is None:
+            return Chunk(data=b"", have=have)
+        self.counts["bytes_served"] += len(data)
+        return Chunk(data=data, have=have)
+
+    async def _chunk(self, hash: bytes, index: int, size: int) -> bytes | None:
+        start, length = sheets.span(size, index)
+        if hash in self._files:
+            return await self._files.read(hash, start, length) if length else b""
+        fetch = self._fetches.get(hash)
+        if fetch is not None and index in fetch.have:
+            return await fetch.part.read(index)
+        return None
+
+    async def _soon(self, hash: bytes, index: int, size: int) -> bytes | None:
+        """A chunk that this peer is fetching itself. Who waits here holds no place of others."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    fetch = self._fetches.get(hash)
+                    if hash in self._files or fetch is None:
+                        return await self._chunk(hash, index, size)
+                    if index in fetch.have:
+                        return await fetch.part.read(index)
+                    if index not in fetch.under_way:
+                        return None  # it is not even asked for
+                    await fetch.arrived.wait()
+        except TimeoutError:
+            return None
+
+    def _instead(self, hash: bytes, index: int, reader: bytes) -> tuple[bytes, ...]:
+        """Whom to ask for it, if it was given away often enough."""
+        crowd = self._crowds.get(hash)
+        if crowd is None:
+            return ()
+        now = asyncio.get_running_loop().time()
+        if now - crowd.at > CROWD_S:
+            del self._crowds[hash]
+            return ()
+        crowd.at = now
+        given = crowd.given.get(index, [])
+        if reader in given:
+            return ()
+        if crowd.times[index] < (COPIES_GIVE if self.is_copy(hash) else 1):
+            return ()
+        alive = [peer for peer in given if self._members.is_alive(peer)]
+        if not alive:
+            return ()
+        instead = tuple(self._rng.sample(alive, min(2, len(alive))))
+        self._note(crowd, index, reader)  # it has it soon
+        return instead
+
+    def _gave(self, hash: bytes, index: int, reader: bytes) -> None:
+        crowd = self._crowds.get(hash)
+        if crowd is None:
+            crowd = self._crowds[hash] = _Crowd()
+            if len(self._crowds) > CROWDS_MAX:
+                self._crowds.popitem(last=False)
+        self._crowds.move_to_end(hash)
+        crowd.at = asyncio.get_running_loop().time()
+        crowd.times[index] += 1
+        self._note(crowd, index, reader)
+
+    @staticmethod
+    def _note(crowd: _Crowd, index: int, reader: bytes) -> None:
+        given = crowd.given.setdefault(index, [])
+        if reader not in given:
+            given.append(reader)
+            del given[:-GIVEN_MAX]
+
+    def forget(self, hash: bytes) -> None:
+        """It is not here any more."""
+        self._crowds.pop(hash, None)
+
+    # ----------------------------------------------------------------- fetching
+
+    async def fetch(
+        self,
+        file: File,
+        hold: str,
+        room: Room,
+        find: Callable[[bytes], Awaitable[list[bytes]]],
+    ) -> None:
+        """After this it is here, or `BlobError`. `find` looks for more holders."""
+        part = self._files.part(file.size)
+        fetch = self._fetches[file.hash] = _Fetch(file, part)
+        try:
+            self._add(fetch, file.holders)
+            for _ in range(LIES_MAX):
+                await self._gather(fetch, find)
+                if await part.hashed() == file.hash:
+                    break
+                self._blame(fetch)
+            else:
+                raise Unavailable(f"{file.name}: what peers gave is not what its name says")
+            await part.keep(file.hash, hold, room)
+            if fetch.sheet is not None:
+                self._files.know_sheet(file.hash, fetch.sheet)
+        finally:
+            if self._fetches.get(file.hash) is fetch:
+                del self._fetches[file.hash]
+            fetch.arrived.set()
+            part.close()
+
+    def _blame(self, fetch: _Fetch) -> None:
+        """All chunks were as the sheet says, and the whole is not: then it is the sheet."""
+        self.counts["corrupt_sheets"] += 1
+        teller = fetch.teller or next(iter(fetch.sources), b"")
+        self._drop(fetch, teller, "what it gave is not what its name says")
+        for source in list(fetch.sources.values()):
+            source.have = None
+        fetch.sheet, fetch.teller = None, b""
+        fetch.have = Chunks(sheets.count(fetch.file.size))
+
+    def _add(self, fetch: _Fetch, peers: Iterable[bytes], reader: bool = False) -> None:
+        for peer in peers:
+            contact = self._members.contact(peer)
+            known = peer in fetch.sources or peer in fetch.dropped or peer == self._rpc.me.id
+            if contact is not None and not known and len(fetch.sources) < SOURCES_MAX:
+                fetch.sources[peer] = _Source(contact, reader=reader)
+
+    def _drop(self, fetch: _Fetch, peer: bytes, why: str) -> None:
+        if fetch.sources.pop(peer, None) is not None:
+            fetch.dropped[peer] = why
+
+    async def _gather(self, fetch: _Fetch, find: Callable[[bytes], Awaitable[list[bytes]]]) -> None:
+        """All chunks. Ends when they are here, or when nothing has come for long."""
+        loop = asyncio.get_running_loop()
+        work: set[asyncio.Task[None]] = set()
+        order = list(range(fetch.have.count))
+        self._rng.shuffle(order)  # others begin elsewhere: then there is something to exchange
+        heard_at = loop.time()
+        sought_at = -SEEK_S
+        had = 0
+        try:
+            while not fetch.have.full:
+                now = loop.time()
+                if fetch.have.held > had:
+                    had, heard_at = fetch.have.held, now
+                while len(order) > 2 * (fetch.have.count - fetch.have.held) + 64:
+                    order = [i for i in order if i not in fetch.have]
+                self._begin(fetch, order, work, now)
+                if not work:
+                    if now - sought_at >= SEEK_S:
+                        sought_at = now
+                        self._add(fetch, await find(fetch.file.hash))
+                        if any(s.not_before <= loop.time() for s in fetch.sources.values()):
+                            continue
+                    if not fetch.sources or now - heard_at > STALL_S:
+                        raise self._unavailable(fetch)
+                    soonest = min(s.not_before for s in fetch.sources.values())
+                    await asyncio.sleep(max(0.02, min(1.0, soonest - loop.time())))
+                    continue
+                done, work = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    def _unavailable(self, fetch: _Fetch) -> Unavailable:
+        rows = [(p, s.reason or "silent") for p, s in fetch.sources.items()]
+        rows += list(fetch.dropped.items())
+        text = "; ".join(f"{peer.hex()[:8]}: {why}" for peer, why in rows[:8])
+        why = text or "nobody is known to hold it"
+        gone = not fetch.sources and not fetch.unreached
+        return Unavailable(f"{fetch.file.name}: no holder could give it ({why})", gone)
+
+    def _begin(
+        self, fetch: _Fetch, order: list[int], work: set[asyncio.Task[None]], now: float
+    ) -> None:
+        """As many requests as may be on the way."""
+        ready = [s for s in fetch.sources.values() if s.not_before <= now]
+        if fetch.sheet is None and fetch.have.count > 1:
+            unopened = [s for s in ready if not s.on_the_way]
+            if unopened and not work:
+                source = min(unopened, key=lambda s: (s.failures, s.reader, self._rng.random()))
+                self._spawn(work, self._open_at(fetch, source))
+            return
+        for source in ready:
+            if source.have is None and not source.on_the_way and len(work) < AT_ONCE:
+                if fetch.have.count > 1:
+                    self._spawn(work, self._open_at(fetch, source))
+                else:
+                    source.have = Chunks.all(1)
+        ready = [s for s in ready if s.have is not None]
+        for index in order:
+            if len(work) >= AT_ONCE or all(s.on_the_way >= AT_SOURCE for s in ready):
+                return
+            if index in fetch.have or index in fetch.under_way:
+                continue
+            source_or_none = self._choose(ready, index)
+            if source_or_none is None:
+                continue
+            fetch.under_way.add(index)
+            self._spawn(work, self._take(fetch, index, source_or_none))
+
+    def _choose(self, ready: list[_Source], index: int) -> _Source | None:
+        """Readers before holders, the idle before the busy."""
+        best: _Source | None = None
+        best_row: tuple[int, bool, float] | None = None
+        for source in ready:
+            if source.on_the_way >= AT_SOURCE or source.have is None or index not in source.have:
+                continue
+            row = (source.failures, not source.reader, source.on_the_way + self._rng.random())
+            if best_row is None or row < best_row:
+                best, best_row = source, row
+        return best
+
+    @staticmethod
+    def _spawn(work: set[asyncio.Task[None]], one: Awaitable[None]) -> None:
+        work.add(asyncio.ensure_future(one))
+
+    async def _open_at(self, fetch: _Fetch, source: _Source) -> None:
+        source.on_the_way += 1
+        try:
+            message = OpenBlob(hash=fetch.file.hash)
+            answer = await self._rpc.call(source.contact, message, OpenedBlob, OPEN_S)
+        except CallFailed as error:
+            self._failed(fetch, source, error)
+            return
+        finally:
+            source.on_the_way -= 1
+        if answer.size != fetch.file.size:
+            self._drop(fetch, source.contact.id, f"its file has {answer.size:,} bytes")
+            return
+        count = fetch.have.count
+        source.have = Chunks(count, answer.have) if answer.have else Chunks.all(count)
+        source.reader = bool(answer.have)
+        if fetch.sheet is None:
+            try:
+                fetch.sheet = Sheet(fetch.file.size, answer.sheet)
+                fetch.teller = source.contact.id
+            except ValueError as error:
+                self._drop(fetch, source.contact.id, str(error))
+
+    async def _take(self, fetch: _Fetch, index: int, source: _Source) -> None:
+        """One chunk, from this source or from whom it names."""
+        tried: set[bytes] = set()
+        asked = source
+        insist = False
+        try:
+            while True:
+                answer = await self._ask(fetch, index, asked, insist)
+                if answer is None:
+                    if asked is source or insist:
+                        return
+                    asked, insist = source, True  # whom it named is of no use
+                    self.counts["named_in_vain"] += 1
+                    continue
+                if answer.data or not fetch.file.size:
+                    await self._came(fetch, index, asked, answer.data)
+                    return
+                tried.add(asked.contact.id)
+                self._add(fetch, answer.ask, reader=True)
+                named = [p for p in answer.ask if p not in tried and p in fetch.sources]
+                if named and asked is source and not insist:
+                    asked = fetch.sources[self._rng.choice(named)]
+                elif asked is not source and not insist:
+                    self.counts["named_too_early"] += 1
+                    asked, insist = source, True
+                else:
+                    return
+        finally:
+            fetch.under_way.discard(index)
+
+    async def _ask(self, fetch: _Fetch, index: int, source: _Source, insist: bool) -> Chunk | None:
+        source.on_the_way += 1
+        try:
+            message = ReadChunk(hash=fetch.file.hash, index=index, insist=insist)
+            answer = await self._rpc.call(source.contact, message, Chunk, CHUNK_S)
+        except CallFailed as error:
+            self._failed(fetch, source, error)
+            return None
+        finally:
+            source.on_the_way -= 1
+        count = fetch.have.count
+        if answer.have:
+            source.have, source.reader = Chunks(count, answer.have), True
+        elif answer.data and source.have is None:
+            source.have = Chunks.all(count)
+        if not answer.data and not answer.ask and fetch.file.size:
+            # it is on its way there, at best: not from there now
+            source.not_before = asyncio.get_running_loop().time() + BACKOFF_S_MIN
+        return answer
+
+    async def _came(self, fetch: _Fetch, index: int, source: _Source, data: bytes) -> None:
+        if fetch.sheet is not None and not fetch.sheet.fits(index, data):
+            self.counts["corrupt"] += 1
+            source.corrupt += 1
+            self.on_corrupt(fetch.file, index, source.contact.id)
+            if source.corrupt >= CORRUPT_MAX:
+                self._drop(fetch, source.contact.id, "its chunks are not what they should be")
+            else:
+                self._leave_alone(source, "its chunk was not what it should be")
+            return
+        if len(data) != sheets.span(fetch.file.size, index)[1]:
+            self.counts["corrupt"] += 1
+            self._drop(fetch, source.contact.id, "its chunk has the wrong length")
+            return
+        if index in fetch.have:
+            return
+        source.failures = 0
+        await fetch.part.write(index, data)
+        fetch.have.add(index)
+        self.counts["bytes_fetched"] += len(data)
+        arrived, fetch.arrived = fetch.arrived, asyncio.Event()
+        arrived.set()
+
+    def _failed(self, fetch: _Fetch, source: _Source, error: CallFailed) -> None:
+        peer = source.contact.id
+        if isinstance(error, Refused) and error.code == "missing":
+            self._drop(fetch, peer, str(error))
+        elif not self._members.is_here(peer) and source.failures:
+            self._drop(fetch, peer, "it is gone")
+        else:
+            fetch.unreached = True
+            self._leave_alone(source, str(error))
+
+    def _leave_alone(self, source: _Source, reason: str) -> None:
+        wait_s = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2**source.failures)
+        source.failures += 1
+        source.reason = reason
+        source.not_before = asyncio.get_running_loop().time() + wait_s * self._rng.uniform(0.7, 1.3)
+        self.counts["backed_off"] += 1
