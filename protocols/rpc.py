@@ -406,16 +406,14 @@ class Rpc:
         if len(payload) > self._config.message_bytes_max:
             text = f"the answer has {len(payload):,} bytes"
             payload = encode(Kind.REPLY, id, Refusal(code="size", text=text))
-        if remember is not None and isinstance(answer, Message) and answer.forgettable:
-            if len(payload) > self._config.datagram_bytes_max:
-                # on a stream, which delivers or breaks: before that can be told, a repeat is only
-                # impatient, and is not served once more
-                loop = asyncio.get_running_loop()
-                wait_s = self._config.stream_retry_s
-                self._served[remember] = _Served(loop.time())
-                loop.call_later(wait_s, self._served.pop, remember, None)
-            else:
-                self._served.pop(remember, None)
+        large = len(payload) > self._config.datagram_bytes_max
+        if remember is not None and large and isinstance(answer, Message) and answer.forgettable:
+            # on a stream, which delivers or breaks: before that can be told, a repeat is only
+            # impatient, and is not served once more
+            loop = asyncio.get_running_loop()
+            wait_s = 3 * self._config.stream_retry_s
+            self._served[remember] = _Served(loop.time())
+            loop.call_later(wait_s, self._served.pop, remember, None)
         elif remember is not None:
             now = asyncio.get_running_loop().time()
             self._served[remember] = _Served(now, payload)

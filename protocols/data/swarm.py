@@ -221,10 +221,10 @@ class Swarm:
             return ()
         if crowd.times[index] < (COPIES_GIVE if self.is_copy(hash) else 1):
             return ()
-        alive = [peer for peer in given if self._members.is_alive(peer)]
-        if not alive:
+        here = [peer for peer in given if self._members.is_here(peer)]
+        if not here:
             return ()
-        instead = tuple(self._rng.sample(alive, min(2, len(alive))))
+        instead = tuple(self._rng.sample(here, min(2, len(here))))
         self._note(crowd, index, reader)  # it has it soon
         return instead
 
