@@ -184,6 +184,7 @@ class Answers:
             values=self._small_values(run),
             waiting=self._waiting(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
+            delivering=dict(list(run.delivering.items())[:10]),
             bytes={where: run.moved[where] for where in Moved._fields},
         )
 

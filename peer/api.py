@@ -91,6 +91,9 @@ class WorkflowView(BaseModel):
         default=[], description="ready tasks that no peer has taken yet, the first five"
     )
     waiting_inputs: dict[str, str] = {}
+    delivering: dict[str, str] = Field(
+        default={}, description="results that are on their way to where the document wants them"
+    )
     bytes: dict[str, int] = Field(
         default={},
         description="of inputs that its tasks read: from their own disk (`local`), from other peers"

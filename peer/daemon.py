@@ -41,6 +41,7 @@ from .routes import VERSION
 from .sandbox import Sandbox
 from .seal import Seal
 from .settings import Settings
+from .storage import Storage
 from .tokens import Tokens
 from .transfer import Transfer
 
@@ -131,6 +132,8 @@ class Daemon:
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
         self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records, time.time, rng)
+        storage = Storage(settings, self.blobs)
+        self.transfer.from_origin = storage.fetch
         self.processes = Processes(self._nursery, data)
         workshop = Workshop(
             data, self.processes, self.blobs, self.transfer, settings.log_max, sandbox
@@ -147,6 +150,7 @@ class Daemon:
             clock=time.time,
             rng=rng,
             config=config,
+            storage=storage,
         )
         self.http = Http(
             gateway=self.enactment.gateway,

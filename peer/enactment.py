@@ -41,6 +41,7 @@ from .home import Home
 from .journal import Journal
 from .locate import Locate
 from .shelf import Shelf
+from .storage import Storage
 from .transfer import Transfer
 
 
@@ -59,6 +60,7 @@ class Enactment:
         clock: Callable[[], float],
         rng: random.Random,
         config: Config,
+        storage: Storage | None = None,
     ) -> None:
         self.members = members
         self._liveness = liveness
@@ -86,6 +88,7 @@ class Enactment:
             journal=self.journal,
             clock=clock,
             rng=rng,
+            storage=storage,
         )
         self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
         self.home.use(self.probe)

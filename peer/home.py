@@ -55,6 +55,7 @@ from workflow.model import Task, Workflow
 from .blobs import BlobError, Blobs
 from .branch import mend_branch
 from .database import DatabaseError
+from .delivery import Delivery
 from .dispatch import Dispatch
 from .gang import REASON_MAX, Company, Mending, mend
 from .given import Given
@@ -63,6 +64,7 @@ from .reasons import waiting_for
 from .run import FINAL, Run, TaskState
 from .slow import Slow
 from .stage import Stage
+from .storage import Storage
 from .transfer import Transfer
 from .twins import Twins
 from .work import deadline_at, make_work, read_document, wire_needs
@@ -97,6 +99,7 @@ class Home:
         journal: Journal,
         clock: Callable[[], float],
         rng: random.Random,
+        storage: Storage | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.journal = journal
@@ -109,6 +112,8 @@ class Home:
         self._dispatch.on_refused = partial(self._lost, begun=False)
         self._dispatch.on_too_large = self._too_large
         self._dispatch.on_fenced = self._fenced
+        self._delivery = Delivery(storage, blobs, transfer, rng, self._delivered)
+        self._storage = storage
         self._rpc = rpc
         self._members = members
         self._records = records
@@ -294,7 +299,13 @@ class Home:
         self.slow.begun(run)
         self._bring_inputs(run)
         self._place_ready(run)
+        self._delivery.begin(run)
         self._conclude(run)
+
+    def _delivered(self, run: Run, kind: str, body: dict[str, Any]) -> None:
+        if self._active.get(run.id) is run:
+            self._write(run, kind, body)
+            self._conclude(run)
 
     async def _publish(self, wait_s: float) -> None:
         """Where workflows have their home: at once, or with those that follow closely."""
@@ -370,7 +381,7 @@ class Home:
     def _bring_inputs(self, run: Run) -> None:
         _, staging = self._stages.get(run.id, (None, None))
         if run.unstaged and (staging is None or staging.done()):
-            stage = Stage(run, self._blobs, self._transfer, self._rng)
+            stage = Stage(run, self._blobs, self._transfer, self._storage, self._rng)
             self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
 
     async def _stage(self, run: Run, stage: Stage) -> None:
@@ -826,6 +837,7 @@ class Home:
         self._keep_twice(run, [task for task, _ in wins])
         if self._active.get(run.id) is not run:
             return
+        self._delivery.begin(run)
         if run.level > level:  # all that waited for that
             self._place_ready(run)
             return
@@ -1083,6 +1095,7 @@ class Home:
             log.error("an error in the home", exc_info=error)
 
     async def close(self) -> None:
+        await self._delivery.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -128,6 +128,8 @@ class Run:
         self.stage_failures: dict[str, str] = {}
         self.copies: dict[bytes, tuple[bytes, ...]] = {}  # second holders of files
         self.missing: set[bytes] = set()  # files that none of their holders has any more
+        self.delivered: dict[str, str] = {}  # file → why it could not be, if so
+        self.delivering: dict[str, str] = {}  # what is on its way, in words; not journaled
         self.moved: Counter[str] = Counter()  # bytes of inputs, by where they were
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
         self._kinds: dict[str, tuple[str, ...]] = {}  # template → what its tasks are like
@@ -252,6 +254,9 @@ class Run:
         for hash, peer in body["files"]:
             before = self.copies.get(hash, ())
             self.copies[hash] = (*(p for p in before if p != peer), peer)[-COPIES_KNOWN_MAX:]
+
+    def _on_delivered(self, body: dict[str, Any], at: float) -> None:
+        self.delivered.update(body["files"])
 
     def _on_lost(self, body: dict[str, Any], at: float) -> None:
         for name, number, reason, verdict, begun in body["attempts"]:
@@ -433,7 +438,23 @@ class Run:
             first = f"{failed[0].id}: {failed[0].reason}" if failed else ""
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
             return "failed", f"{first}{more}"
+        undelivered = [(name, why) for name, why in self.delivered.items() if why]
+        if undelivered:
+            name, why = undelivered[0]
+            more = f", and {len(undelivered) - 1} more" if len(undelivered) > 1 else ""
+            return "failed", f"{name} could not be delivered: {why}{more}"
+        if len(self.delivered) < len(self.workflow.deliver):
+            return None
         return "succeeded", ""
+
+    def to_deliver(self) -> list[str]:
+        """Files that are made, and not yet where they are to go."""
+        producers = self.workflow.producers
+        return [
+            name
+            for name in self.workflow.deliver
+            if name not in self.delivered and self.tasks[producers[name]].won is not None
+        ]
 
     def file(self, name: str) -> File | None:
         """Where a file of this workflow is, if it is."""

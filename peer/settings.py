@@ -87,6 +87,13 @@ class Settings(BaseModel):
     speed: float = Field(1.0, gt=0, le=1e6, description="speed against a reference of 1")
     labels: Names = Field((), max_length=64)
     software: Names = Field((), max_length=64)
+    files: Names = Field(
+        (), max_length=64, description="directories that workflows may read and write by file:///…"
+    )
+    s3_endpoint: str = Field("", description="URL of the S3-compatible service behind s3://…")
+    s3_region: str = Field("us-east-1", max_length=100)
+    s3_access_key: str = Field("", description="its access key", repr=False)
+    s3_secret_key: str = Field("", description="its secret key", repr=False)
     preset: str = Field("lan", description="timing: " + " or ".join(PRESETS))
     overlay: str = Field("kademlia", description="how peers find keys: " + " or ".join(OVERLAYS))
     keepers: int = Field(3, ge=1, le=9, description="peers that keep a workflow's journal; odd")

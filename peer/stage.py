@@ -4,11 +4,8 @@ uploaded somewhere, URLs fetched with a few tries. Tasks wait for their own inpu
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 from collections.abc import AsyncIterator
-
-import aiohttp
 
 from protocols.messages import File
 from workflow.model import Source
@@ -17,12 +14,12 @@ from workflow.replay import made_up
 
 from .blobs import BlobError, Blobs
 from .run import Run
+from .storage import Storage, StorageError, shown
 from .transfer import Transfer, Unavailable
 
 AT_ONCE = 16
 BATCH = 500
 URL_TRIES = 4
-URL_TIMEOUT_S = 3600.0
 LOOK_AGAIN_S_MIN, LOOK_AGAIN_S_MAX = 0.5, 10.0
 
 Staged = tuple[str, bytes, int]
@@ -30,11 +27,19 @@ Failed = tuple[str, str]
 
 
 class Stage:
-    def __init__(self, run: Run, blobs: Blobs, transfer: Transfer, rng: random.Random) -> None:
+    def __init__(
+        self,
+        run: Run,
+        blobs: Blobs,
+        transfer: Transfer,
+        storage: Storage | None,
+        rng: random.Random,
+    ) -> None:
         self.arrived = asyncio.Event()
         self._run = run
         self._blobs = blobs
         self._transfer = transfer
+        self._storage = storage
         self._rng = rng
         self._slots = asyncio.Semaphore(AT_ONCE)
 
@@ -70,7 +75,7 @@ class Stage:
             else:
                 async with self._slots:
                     hash, size = await self._made(name, source)
-        except (BlobError, OSError, aiohttp.ClientError, TimeoutError) as error:
+        except (BlobError, OSError, TimeoutError) as error:
             return name, b"", 0, str(error) or type(error).__name__
         return name, hash, size, ""
 
@@ -120,40 +125,18 @@ class Stage:
                 delay_s = min(LOOK_AGAIN_S_MAX, delay_s * 1.5)
 
     async def _fetch_url(self, name: str, url: str) -> tuple[bytes, int]:
-        last: Exception | None = None
-        for attempt in range(URL_TRIES):
-            self._run.unstaged[name] = f"{url} is being fetched (try {attempt + 1})"
+        if self._storage is None:
+            raise StorageError(f"{shown(url)}: this peer reads nothing from outside")
+        attempt = 0
+        while True:
+            self._run.unstaged[name] = f"{shown(url)} is being fetched (try {attempt + 1})"
             try:
-                return await self._download(url)
-            except aiohttp.ClientResponseError as error:
-                if error.status < 500:
+                return await self._storage.bring(url, self._run.id)
+            except StorageError as error:
+                attempt += 1
+                if not error.passing or attempt >= URL_TRIES:
                     raise
-                last = error
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                last = error
-            await asyncio.sleep(0.5 * 2**attempt)
-        raise last or OSError("it can't be fetched")
-
-    async def _download(self, url: str) -> tuple[bytes, int]:
-        part = self._blobs.new_part()
-        digest = hashlib.sha256()
-        limit = aiohttp.ClientTimeout(total=URL_TIMEOUT_S, sock_read=60)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=limit) as session,
-                session.get(url, raise_for_status=True) as response,
-            ):
-                size = 0
-                with self._blobs.room(response.content_length or 0) as room:
-                    with part.open("wb") as file:
-                        async for chunk in response.content.iter_chunked(1 << 20):
-                            size += len(chunk)
-                            self._blobs.widen(room, size)
-                            digest.update(chunk)
-                            await asyncio.to_thread(file.write, chunk)
-                    return await self._blobs.adopt(part, hashed=digest.digest(), room=room)
-        finally:
-            part.unlink(missing_ok=True)
+            await asyncio.sleep(0.25 * 2**attempt)
 
 
 def _make_up(path: str, name: str, size: int) -> None:

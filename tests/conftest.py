@@ -20,11 +20,12 @@ VALENCE = [sys.executable, "-m", "valence"]
 
 
 class Cluster:
-    def __init__(self, home: Path, peers: int, *more: str) -> None:
+    def __init__(self, home: Path, peers: int, *more: str, **variables: str) -> None:
         self.home = home
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")} | {
             "VALENCE_HOME": str(home),
             "NO_COLOR": "1",
+            **variables,
         }
         self._again: list[subprocess.Popen[bytes]] = []
         done = self.cli("up", "--peers", str(peers), "--detach", *more, timeout=60)
@@ -122,8 +123,8 @@ def own_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """A cluster to break."""
     started = []
 
-    def start(peers: int, *more: str) -> Cluster:
-        found = Cluster(tmp_path / f"cluster-{len(started)}", peers, *more)
+    def start(peers: int, *more: str, **variables: str) -> Cluster:
+        found = Cluster(tmp_path / f"cluster-{len(started)}", peers, *more, **variables)
         started.append(found)
         for index in range(peers):  # who is left must know of those that a test takes away
             wait_for(lambda index=index: len(found.client(index).peers()) == peers, 20)

@@ -339,6 +339,8 @@ def _show(view: dict[str, Any], display: Display) -> int:
         display.say(display.colour("its deadline has passed", "failed"))
     for name, reason in view["waiting_inputs"].items():
         display.say(f"input {name}: {reason}")
+    for name, reason in view["delivering"].items():
+        display.say(f"result {name}: {reason}")
     for waiting in view["waiting"]:
         display.say(f"{waiting['task']} waits: {waiting['reason']}")
     for failure in view["failures"]:

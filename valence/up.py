@@ -24,6 +24,7 @@ from typing import Any
 from . import local
 from .display import Display
 
+PASSED_ON = ("VALENCE_S3_", "VALENCE_FILES")
 START_S_MAX = 60.0
 STOP_S_MAX = 15.0
 HTTP_PORT = 8470
@@ -222,10 +223,12 @@ class _Supervisor:
             if os.getppid() != parent:
                 os._exit(1)  # it was gone before it could be told apart
             _redirect(directory / "peer.log")
+            # storage elements are the machine's; all else that is set is for other peers
+            given = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
             plain = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
             os.environ.clear()
             os.environ.update(plain)
-            code = peer_main.run(settings.load({"data": directory}, plain))
+            code = peer_main.run(settings.load({"data": directory}, {**plain, **given}))
         except BaseException as error:
             print(f"valence up: {error!r}", file=sys.stderr)
         finally:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace as _replace
 from datetime import datetime
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
@@ -37,6 +39,8 @@ EXPANDED_BYTES_MAX = 256 * 2**20
 #: looking for the name somebody meant is dear; after so many mistakes it is not done any more
 SUGGESTIONS_MAX = 20
 _BLOB = re.compile(r"sha256:[0-9a-f]{64}")
+_URL = re.compile(r"(https?://[^\s/]+(/\S*)?|s3://[^\s/]+/\S+|file:///\S+)")
+URL_PROBLEM = "write http(s)://host/…, s3://bucket/key or file:///path"
 _NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have none
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -114,6 +118,7 @@ class _Reader:
             self._resolve(task)
         self._tie()
         self._check_branches()
+        deliver = self._deliver(_mapping(value.get("deliver")))
         ordered = plan.order(self.parents)
         loop = plan.cycle(self.parents) if len(ordered) < len(self.parents) else None
         if loop:
@@ -125,6 +130,7 @@ class _Reader:
             description=head.get("description", ""),
             policies=tuple(head.get("policies", ())),
             strict=head.get("levels") == "strict",
+            deliver=deliver,
             strategy=head.get("strategy", "auto"),
             deadline=None if head.get("deadline") is None else str(head["deadline"]),
             inputs=self.inputs,
@@ -159,6 +165,29 @@ class _Reader:
             )
         return value
 
+    def _deliver(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Each output that is named, with all of its destination."""
+        found: dict[str, str] = {}
+        for name, url in given.items():
+            path: Path = ("deliver", name)
+            if not isinstance(url, str):
+                continue  # the schema has said so
+            if not _URL.fullmatch(url) or len(url) > 1000:
+                self.problems.add(path, URL_PROBLEM)
+                continue
+            pattern = any(c in name for c in "*?[")
+            made = fnmatch.filter(self.producers, name) if pattern else [name]
+            if pattern and not url.endswith("/"):
+                self.problems.add(path, "of a glob the URL ends with /, and names are added to it")
+            elif not made or made[0] not in self.producers:
+                self.problems.add(path, f"no task makes {name}")
+            else:
+                found.update((one, url + quote(one) if url.endswith("/") else url) for one in made)
+        twice = [url for url, count in Counter(found.values()).items() if count > 1]
+        if twice:
+            self.problems.add(("deliver",), f"two outputs would be written to {twice[0]}")
+        return found
+
     def _valid(self, model: type[_Model], value: Any, path: Path) -> _Model | None:
         if not isinstance(value, dict):
             self.problems.add(path, f"a mapping is expected, not {_kind(value)}")
@@ -192,8 +221,8 @@ class _Reader:
             )
         elif kind == "blob" and not _BLOB.fullmatch(content):
             self.problems.add((*path, "blob"), "a blob is named sha256: and 64 hexadecimal digits")
-        elif kind == "url" and not re.match(r"https?://[^\s/]+", content):
-            self.problems.add((*path, "url"), "a URL begins with http:// or https:// and a host")
+        elif kind == "url" and not _URL.fullmatch(content):
+            self.problems.add((*path, "url"), URL_PROBLEM)
         self.inputs[name] = Source(kind, str(content))  # type: ignore[arg-type]
 
     def _template(self, name: str, value: Any) -> None:

@@ -90,6 +90,7 @@ class Workflow:
     description: str = ""
     policies: tuple[str, ...] = ()
     strict: bool = False  # level by level: none begins before all of the levels above are done
+    deliver: Mapping[str, str] = field(default_factory=dict)  # output → where it is written to
 
     def children(self) -> dict[str, Sequence[str]]:
         found: dict[str, list[str]] = {}

@@ -71,7 +71,7 @@ class InputDocument(_Strict):
     )
     text: str | None = Field(default=None, max_length=TEXT_INPUT_BYTES_MAX)
     url: str | None = Field(
-        default=None, max_length=4096, description="http or https, fetched by a peer."
+        default=None, max_length=2000, description="http, https, s3 or file, fetched by a peer."
     )
     blob: str | None = Field(default=None, description="sha256:… of a blob that was uploaded.")
     size: Size | None = Field(default=None, description="Bytes made up from the name, for trials.")
@@ -169,6 +169,12 @@ class WorkflowDocument(_Strict):
         default_factory=list,
         max_length=50,
         description="What to do when something happens: the names of shipped ones, or rules.",
+    )
+    deliver: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=1000,
+        description="Outputs, or globs of them, and the URL (http, https, s3 or file) that each is "
+        "written to; one that ends with / is a directory.",
     )
     inputs: dict[str, InputDocument] = Field(default_factory=dict, max_length=100_000)
     tasks: dict[str, TaskDocument] = Field(min_length=1, max_length=TASKS_MAX)

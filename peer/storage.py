@@ -1,0 +1,292 @@
+"""Storage elements: where inputs come from and results go to, outside of the peers' own caches.
+
+`http(s)://host/path` is read with GET and written with PUT; `s3://bucket/key` is at the one
+S3-compatible service that this peer was told of; `file:///path` is a file below one of the
+directories that this peer's operator has opened. What a peer can't reach it says in a sentence, and
+whether trying again may help (`passing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import aiohttp
+
+from protocols.data.cache import Room
+from protocols.messages import File
+
+from .blobs import CHUNK_BYTES, BlobError, Blobs, WrongHash, copy_file
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+TRANSFER_S = 3600.0
+READ_S = 60.0
+CONNECT_S = 10.0
+PART_BYTES = 8 << 20
+AT_ONCE = 4
+STORES_MAX = 64
+TRIES = 4
+
+
+class StorageError(BlobError):
+    status = 502
+
+    def __init__(self, text: str, passing: bool = False) -> None:
+        super().__init__(text)
+        self.passing = passing
+
+
+class Storage:
+    def __init__(self, settings: Settings, blobs: Blobs) -> None:
+        self._settings = settings
+        self._blobs = blobs
+        self._roots = [Path(os.path.realpath(root)) for root in settings.files]
+        self._stores: dict[str, S3Store] = {}
+
+    # ----------------------------------------------------------------- in
+
+    async def bring(self, url: str, hold: str) -> tuple[bytes, int]:
+        """What is there becomes a blob; the other end's word for its size is only believed in so
+        far as it says how much room is needed."""
+        part = self._blobs.new_part()
+        digest = hashlib.sha256()
+        try:
+            async with contextlib.aclosing(self._read(url)) as parts:
+                size = await _number(parts)
+                async with self._blobs.make_room(size or 0) as room:
+                    count = await self._save(parts, part, room, digest)
+                    if size is not None and size != count:
+                        raise StorageError(f"{shown(url)}: {count:,} of {size:,} bytes came", True)
+                    return await self._blobs.adopt(part, hold, digest.digest(), room)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def fetch(self, file: File, hold: str, room: Room) -> None:
+        """A file whose hash is known: where no peer has it any more."""
+        part = self._blobs.new_part()
+        digest = hashlib.sha256()
+        try:
+            async with contextlib.aclosing(self._read(file.url)) as parts:
+                await _number(parts)
+                await self._save(parts, part, room, digest)
+            if digest.digest() != file.hash:
+                raise WrongHash(
+                    f"{shown(file.url)}: it is not what it was when the workflow read it first"
+                )
+            await self._blobs.adopt(part, hold, file.hash, room)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def _save(
+        self, parts: AsyncIterator[bytes | int | None], path: Path, room: Room, digest: Any
+    ) -> int:
+        count = 0
+        with path.open("wb") as file:
+            async for data in parts:
+                assert isinstance(data, bytes)
+                count += len(data)
+                self._blobs.widen(room, count)
+                digest.update(data)
+                await asyncio.to_thread(file.write, data)
+        return count
+
+    async def _read(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
+        """Its size, if the other end says it; then its bytes."""
+        scheme = urlsplit(url).scheme
+        try:
+            if scheme in ("http", "https"):
+                async for part in self._read_http(url):
+                    yield part
+            elif scheme == "s3":
+                async for part in self._read_s3(url):
+                    yield part
+            else:
+                path = self._local(url)
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                with os.fdopen(fd, "rb") as file:
+                    if not path.is_file():
+                        raise StorageError(f"{shown(url)}: it is no plain file")
+                    yield os.fstat(fd).st_size
+                    while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                        yield data
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _told(url, error) from None
+
+    async def _read_http(self, url: str) -> AsyncIterator[bytes | int | None]:
+        limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.get(url, raise_for_status=True) as response,
+        ):
+            packed = "Content-Encoding" in response.headers
+            yield None if packed else response.content_length
+            async for data in response.content.iter_chunked(CHUNK_BYTES):
+                yield data
+
+    async def _read_s3(self, url: str) -> AsyncIterator[bytes | int | None]:
+        import obstore
+
+        store, key = self._s3(url)
+        try:
+            found = await obstore.get_async(store, key)
+            yield int(found.meta["size"])
+            async for data in found.stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(data)
+        except obstore.exceptions.BaseError as error:
+            raise _told(url, error) from None
+
+    # ----------------------------------------------------------------- out
+
+    async def deliver(self, hash: bytes, url: str) -> None:
+        """A blob of this peer's to its destination: whole, or not to be seen there."""
+        path, size = self._blobs.path(hash), self._blobs.size(hash) or 0
+        scheme = urlsplit(url).scheme
+        try:
+            if scheme in ("http", "https"):
+                await self._put_http(path, size, url)
+            elif scheme == "s3":
+                await self._put_s3(path, url)
+            else:
+                await asyncio.to_thread(self._put_file, path, url)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _told(url, error) from None
+
+    async def _put_http(self, path: Path, size: int, url: str) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            with path.open("rb") as file:
+                while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                    yield data
+
+        limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.put(url, data=parts(), headers=headers, raise_for_status=True),
+        ):
+            pass
+
+    async def _put_s3(self, path: Path, url: str) -> None:
+        import obstore
+
+        store, key = self._s3(url)
+        try:
+            # ended in the middle it would leave its parts at the other end: let it come to its end
+            put = obstore.put_async(
+                store, key, path, chunk_size=PART_BYTES, max_concurrency=AT_ONCE
+            )
+            await asyncio.shield(put)
+        except obstore.exceptions.BaseError as error:
+            raise _told(url, error) from None
+
+    def _put_file(self, source: Path, url: str) -> None:
+        target = self._local(url)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
+        try:
+            copy_file(source, beside)
+            with beside.open("rb") as file:
+                os.fdatasync(file.fileno())
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    # ----------------------------------------------------------------- where
+
+    def _local(self, url: str) -> Path:
+        """The real file behind a name, if it is below a directory that is open to workflows."""
+        split = urlsplit(url)
+        if split.netloc not in ("", "localhost"):
+            raise StorageError(f"{shown(url)}: a file is named file:///path")
+        if not self._roots:
+            raise StorageError(
+                f"{shown(url)}: no directory of this peer is open to workflows (--files)"
+            )
+        real = Path(os.path.realpath(unquote(split.path)))
+        if not any(real.is_relative_to(root) and real != root for root in self._roots):
+            raise StorageError(
+                f"{shown(url)}: it is outside of what this peer has opened (--files)"
+            )
+        return real
+
+    def _s3(self, url: str) -> tuple[S3Store, str]:
+        from obstore.store import S3Store
+
+        settings = self._settings
+        bucket, _, key = url.removeprefix("s3://").partition("/")
+        if not bucket or not key:
+            raise StorageError(f"{shown(url)}: write s3://bucket/key")
+        # without both keys the library would go and ask the machine's cloud for some
+        if not settings.s3_access_key or not settings.s3_secret_key:
+            raise StorageError(
+                f"{shown(url)}: this peer has no S3 credentials: set VALENCE_S3_ACCESS_KEY and "
+                f"VALENCE_S3_SECRET_KEY (or …_FILE), and VALENCE_S3_ENDPOINT"
+            )
+        store = self._stores.get(bucket)
+        if store is None:
+            if len(self._stores) >= STORES_MAX:
+                self._stores.clear()
+            endpoint = settings.s3_endpoint or None
+            store = self._stores[bucket] = S3Store(
+                bucket,
+                endpoint=endpoint,
+                access_key_id=settings.s3_access_key,
+                secret_access_key=settings.s3_secret_key,
+                region=settings.s3_region,
+                virtual_hosted_style_request=endpoint is None,
+                client_options={
+                    "allow_http": (endpoint or "").startswith("http://"),
+                    "connect_timeout": timedelta(seconds=CONNECT_S),
+                    "read_timeout": timedelta(seconds=READ_S),
+                    "timeout": timedelta(seconds=TRANSFER_S),
+                },
+                retry_config={
+                    "max_retries": TRIES,
+                    "retry_timeout": timedelta(seconds=READ_S),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=200),
+                        "max_backoff": timedelta(seconds=5),
+                        "base": 2,
+                    },
+                },
+            )
+        return store, unquote(key)
+
+
+async def _number(parts: AsyncIterator[bytes | int | None]) -> int | None:
+    first = await anext(parts)
+    assert not isinstance(first, bytes)
+    return first
+
+
+def shown(url: str) -> str:
+    """Without what may be a secret in it."""
+    split = urlsplit(url)
+    host = split.netloc.rpartition("@")[2]
+    return f"{split.scheme}://{host}{split.path}"[:300]
+
+
+def _told(url: str, error: BaseException) -> StorageError:
+    """In one line; libraries add what nobody asked for, and sometimes more than they should."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return StorageError(
+            f"{shown(url)}: HTTP {error.status} {error.message}"[:500], error.status >= 500
+        )
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{shown(url)}: there is no such file")
+    if isinstance(error, PermissionError) or "PermissionDenied" in type(error).__name__:
+        return StorageError(f"{shown(url)}: access is refused")
+    if isinstance(error, OSError) and error.strerror:
+        return StorageError(f"{shown(url)}: {error.strerror}", True)
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    return StorageError(f"{shown(url)}: {first}"[:500], True)
