@@ -36,6 +36,7 @@ FAULTS = (
     "lossy", "slow-disk", "full-disk",
 )  # fmt: skip
 SEEDS_MAX = 20
+QUOTAS = (2**40, 2**40, 300_000)
 PATIENCE_S = 240.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
 
@@ -137,6 +138,8 @@ class World:
         self.faults = self.rng.sample(plan.faults, count)
         self.every_s = plan.every_s * self.rng.choice((0.3, 1.0, 1.0, 2.0))
         self.sync_s = self.rng.choice((0.001, 0.001, 0.02, 0.2))
+        # a few of the larger files fill it: results wait for room until others are consumed
+        self.quota_bytes = 2**40 if plan.peers >= CROWD_PEERS else self.rng.choice(QUOTAS)
         self.treachery = self.rng.choice((0.0, 0.3))  # who has just acknowledged dies
         if plan.replaced:
             self.treachery = 0.0  # so many die already
@@ -162,6 +165,7 @@ class World:
         capacity = Capacity(millicores=1000 * slots, memory_bytes=2**30)
         host = Host(self.network, index, self._config, capacity, skew_s)
         host.sync_s = self.sync_s
+        host.quota_bytes = self.quota_bytes
         self.hosts.append(host)
         self.start(host)
         return host
