@@ -25,6 +25,10 @@ from protocols.strategies.chemical.chemical import Chemical
 from protocols.strategies.chemical.layer import Layer
 from protocols.strategies.chemical.questions import Questions
 from protocols.strategies.gangs import Gangs
+from protocols.strategies.pilots.master import Master
+from protocols.strategies.pilots.pilot import Pilot
+from protocols.strategies.pilots.pilots import Pilots
+from protocols.strategies.pilots.site import Site
 from protocols.strategies.probe import Probe
 from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
@@ -109,6 +113,16 @@ class Enactment:
             self.home.placed, self.home.estimate,
         )  # fmt: skip
         self.home.use(self.chemical)
+        self.site = Site(members)
+        self.pilot = Pilot(
+            rpc, members, self.site, rng, config,
+            executor.reserve, executor.ticket, lambda: blobs.cache.prefixes,
+        )  # fmt: skip
+        self.master = Master(rpc, members, self.site, self.pilot, rng, config)
+        self.pilots = Pilots(
+            rpc, members, self.site, rng, config, self.home.placed, self.home.estimate
+        )
+        self.home.use(self.pilots)
         self.executor.on_room = self._room_changed
         self.executor.on_consumed = self.layer.consumed
         self.elections = Elections(self.keeping, self.home.take_up)
@@ -150,6 +164,9 @@ class Enactment:
             ("booth", self.booth.run()),
             ("layer", self.layer.run()),
             ("captures", self.chemical.run()),
+            ("pilot", self.pilot.run()),
+            ("master pilot", self.master.run()),
+            ("pilots", self.pilots.run()),
             ("given", self.home.given.watch()),
             ("holds", self.holds.run()),
             ("catalog", self._transfer.run()),
@@ -162,6 +179,7 @@ class Enactment:
     def _room_changed(self) -> None:
         self.booth.changed()
         self.layer.changed()
+        self.pilot.changed()
 
     def _stir(self) -> None:
         self._liveness.stir()
@@ -177,6 +195,7 @@ class Enactment:
         await self.home.close()
         await self.owner.close()
         await self.chemical.close()
+        await self.pilot.close()
         await self.questions.close()
         await self.layer.close()
         await self.keeping.close()

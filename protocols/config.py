@@ -151,6 +151,16 @@ class Config:
     gangs_at_once: int = 16  # that one home gathers peers for
     gang_asked_max: int = 200  # peers, in one try
 
+    # --- pilots: see strategies/pilots
+    pilots_round_s: float = 1.0  # for a whole round; each level of it has less
+    pilots_gather_s: float = 0.005  # between what calls for a round and the round
+    pilots_sweep_s: float = 5.0  # while something waits, all pilots are asked so often
+    pilots_idle_s: float = 2.0  # a pilot says again that it has room
+    pilots_spill_s: float = 1.0  # what finds no room at its site for so long goes to all sites
+    pilots_post_s: float = 2.0  # a home says that it is still there
+    pilots_patience_s: float = 3.0  # for an offer that is on its way
+    pilots_ranks: int = 16  # that a pilot names at least; four for each seat
+    pilots_lines_max: int = 5000  # on a site's list
     # --- tickets: see strategies/tickets
     # Bounds between the divisions of each numeric dimension, and how many divisions names have.
     cell_cores: tuple[float, ...] = (2, 8, 32)

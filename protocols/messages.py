@@ -32,7 +32,15 @@ Packed = Annotated[bytes, Field(max_length=8192)]
 TaskName = Annotated[str, Field(max_length=512)]
 FileName = Annotated[str, Field(max_length=1024)]
 Order = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Rank = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+#: files that are worth a way to who holds them: a part of the hash, and bytes
+Reads = Annotated[
+    tuple[tuple[Annotated[bytes, Field(min_length=8, max_length=8)], Natural], ...],
+    Field(max_length=16),
+]
 
 
 class Message(BaseModel):
@@ -299,6 +307,58 @@ class Ticket(NamedTuple):
     queue_s: Seconds = 0.0
     queue_units: Natural = 0
     queue_cores: Natural = 0
+
+
+class Wanting(NamedTuple):
+    """Units of a home that are alike, and read the same files. `wanted` counts from the first on:
+    those that are `settled` (room came for them, or could not be given after all) among them."""
+
+    id: Natural  # the home's own number for them
+    needs: Needs
+    wanted: Natural
+    settled: Natural = 0
+    runtime_s: Seconds | None = None
+    deadline_in_s: float | None = None
+    waited_s: Seconds = 0.0
+    hangs_s: Seconds = 0.0  # seconds of work that hang on the first of them
+    reads: Reads = ()
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
+    rank: Annotated[str, Field(max_length=200)] = ""  # an expression; empty: as always
+
+
+class Line(NamedTuple):
+    """The same, on a site's list of tasks, as far as a pilot needs it to rank them."""
+
+    number: Natural
+    needs: Needs
+    waited_s: Seconds = 0.0
+    hangs_s: Seconds = 0.0
+    reads: Reads = ()
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()
+    rank: Annotated[str, Field(max_length=200)] = ""
+
+
+class Bid(NamedTuple):
+    """What a pilot has free, and the tasks it would like most."""
+
+    pilot: PeerId
+    ticket: Ticket
+    ranks: Annotated[tuple[tuple[Natural, Rank], ...], Field(max_length=512)] = ()
+    version: Natural = 0  # of the list it has
+
+
+class Landing(NamedTuple):
+    """Units that are to run at a pilot: it offers room for them to their home."""
+
+    pilot: PeerId
+    home: PeerId
+    id: Natural
+    needs: Needs
+    count: Annotated[int, Field(ge=1, le=100_000)]  # type: ignore[assignment]
+    runtime_s: Seconds | None = None
+    deadline_in_s: float | None = None
+    rank: Rank = 0.0
+    hold: bool = False
 
 
 class Scale(NamedTuple):
@@ -808,6 +868,93 @@ class Redeemed(Message):
 
     offered: tuple[Natural, ...]
     ticket: Ticket
+
+
+@numbered(79)
+class PostUnits(Message):
+    """From a home to a site's master pilot: what has changed. One that wants nothing more is
+    withdrawn. `lines`: how many there are with these; if that is not so, all is said again."""
+
+    units: Annotated[tuple[Wanting, ...], Field(max_length=2000)]
+    lines: Natural
+    anew: bool = False  # forget what was said before
+
+
+@numbered(80)
+class UnitsPosted(Message):
+    """`again`: this peer has not heard all of it; or does not believe that it is the master."""
+
+    again: bool = False
+    master: bool = True
+    pilots: Natural = 0
+    idle: Natural = 0
+
+
+@numbered(81)
+class TaskList(Message):
+    """A site's list, as far as it has changed since `base`; to be passed on to all between `low`
+    and `high`, or to those of `among`, who are to bid within `wait_s`."""
+
+    master: PeerId
+    round: Natural
+    base: Natural
+    version: Natural
+    came: Annotated[tuple[Line, ...], Field(max_length=20_000)]
+    went: Annotated[tuple[Natural, ...], Field(max_length=20_000)]
+    low: PeerId
+    high: PeerId
+    among: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
+    wait_s: Seconds = 0.0
+    depth: Natural = 0
+    excerpt: bool = False  # some lines to be ranked now, whatever list there is
+
+
+@numbered(82)
+class TaskListed(Message):
+    """`behind`: this peer lacks what the changes follow on; send all of it."""
+
+    behind: bool = False
+
+
+@numbered(83)
+class Bids(Message):
+    """Of a region, on their way back to the master; of nobody, if nobody in it has room."""
+
+    master: PeerId
+    round: Natural
+    bids: Annotated[tuple[Bid, ...], Field(max_length=5000)]
+
+
+@numbered(84)
+class Assign(Message):
+    """Down the way that the bids came."""
+
+    master: PeerId
+    round: Natural
+    landings: Annotated[tuple[Landing, ...], Field(max_length=20_000)]
+    wanted: bool = False  # there is more to do: say when there is room again
+
+
+@numbered(85)
+class Seats(Message):
+    """From a pilot to a home: leases for units of that number. May be lost: they expire."""
+
+    id: Natural
+    leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
+    short: Natural = 0  # units that there was no room for after all
+    rank: Rank = 0.0
+    master: PeerId = bytes(ID_BYTES)
+    round: Natural = 0
+
+
+@numbered(86)
+class Idle(Message):
+    """From a pilot to its master: there is room; and files it holds, by a part of their hashes."""
+
+    ticket: Ticket
+    held: Annotated[
+        tuple[Annotated[bytes, Field(min_length=8, max_length=8)], ...], Field(max_length=256)
+    ] = ()
 
 
 @numbered(57, repeatable=True)

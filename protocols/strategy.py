@@ -24,6 +24,8 @@ class Unit:
     deadline_at: float | None = None  # on this peer's monotonic clock
     avoid: frozenset[bytes] = frozenset()  # peers it failed at: only if there is no other
     near: frozenset[bytes] = frozenset()  # peers that hold most of its inputs
+    reads: tuple[tuple[bytes, int], ...] = ()  # its larger inputs: hash and bytes
+    ranked_by: str = ""  # how pilots rank it; empty: as always
     gang: tuple[AttemptKey, ...] = ()  # what runs at several peers at once, by rank; its first too
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-STRATEGIES = ("auto", "probe", "tickets", "chemical")
+STRATEGIES = ("auto", "probe", "tickets", "chemical", "pilots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class Workflow:
     description: str = ""
     policies: tuple[str, ...] = ()
     strict: bool = False  # level by level: none begins before all of the levels above are done
+    rank: str = ""  # an expression by which pilots rank its tasks; empty: as always
     deliver: Mapping[str, str] = field(default_factory=dict)  # output → where it is written to
 
     def children(self) -> dict[str, Sequence[str]]:

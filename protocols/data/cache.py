@@ -61,6 +61,8 @@ class Cache:
         self._holds: dict[bytes, set[str]] = {}
         self._held_for: dict[str, set[bytes]] = {}
         self._pins: Counter[bytes] = Counter()
+        #: the beginnings of all names, as task lists have them; the latest to come last
+        self.prefixes: dict[bytes, int] = {}
 
     def __contains__(self, hash: bytes) -> bool:
         return hash in self._sizes
@@ -84,6 +86,7 @@ class Cache:
         new = hash not in self._sizes
         if new:
             self._sizes[hash] = size
+            self.prefixes[hash[:8]] = self.prefixes.get(hash[:8], 0) + 1
             covered = min(size, room.size) if room is not None else 0
             if room is not None:
                 room.size -= covered
@@ -95,6 +98,9 @@ class Cache:
 
     def remove(self, hash: bytes) -> None:
         self.used_bytes -= self._sizes.pop(hash)
+        self.prefixes[hash[:8]] -= 1
+        if not self.prefixes[hash[:8]]:
+            del self.prefixes[hash[:8]]
         for hold in self._holds.pop(hash, ()):
             self._unhold(hash, hold)
 

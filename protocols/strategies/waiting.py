@@ -20,7 +20,8 @@ from ..strategy import Estimate, Unit
 #: how far down a group a unit is looked for that suits a peer better
 SUITED_DEPTH = 15
 
-GroupKey = tuple[Needs, int | None, frozenset[bytes]]
+Reads = tuple[tuple[bytes, int], ...]
+GroupKey = tuple[Needs, int | None, frozenset[bytes], Reads]
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Group:
     needs: Needs
     size: int | None  # its units take about 2**size seconds; None: nobody knows
     avoid: frozenset[bytes] = frozenset()  # peers they failed at, if groups are made by that, too
+    reads: Reads = ()  # files they read, if groups are made by that, too
     heap: list[tuple[float, int, Unit]] = field(default_factory=list)
     left: int = 0
     oldest_at: float = 0.0
@@ -38,7 +40,7 @@ class Group:
 
     @property
     def key(self) -> GroupKey:
-        return self.needs, self.size, self.avoid
+        return self.needs, self.size, self.avoid, self.reads
 
     @property
     def top(self) -> Unit:
@@ -46,12 +48,19 @@ class Group:
 
 
 class Waiting:
-    def __init__(self, estimate: Estimate, units_max: int, by_avoid: bool = False) -> None:
+    def __init__(
+        self,
+        estimate: Estimate,
+        units_max: int,
+        by_avoid: bool = False,
+        by_reads: bool = False,
+    ) -> None:
         self.groups: dict[GroupKey, Group] = {}
         self._units: dict[AttemptKey, Group] = {}
         self._estimate = estimate
         self._units_max = units_max
         self._by_avoid = by_avoid
+        self._by_reads = by_reads
         self._order = 0
 
     def __len__(self) -> int:
@@ -71,7 +80,8 @@ class Waiting:
     def _put(self, unit: Unit, priority: float, order: int, since: float) -> Group:
         runtime_s = self._estimate(unit)
         size = None if runtime_s is None else round(math.log2(max(1e-4, runtime_s)))
-        key = (unit.needs, size, unit.avoid if self._by_avoid else frozenset())
+        avoid = unit.avoid if self._by_avoid else frozenset()
+        key = (unit.needs, size, avoid, unit.reads if self._by_reads else ())
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = Group(*key, oldest_at=since)

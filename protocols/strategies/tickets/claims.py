@@ -379,7 +379,7 @@ class Tickets:
         found = self._waiting.groups.get(post.key)
         if found is not None:
             return found
-        needs, _, avoid = post.key
+        needs, _, avoid, _ = post.key
         return next(
             (g for g in self._waiting.groups.values() if (g.needs, g.avoid) == (needs, avoid)), None
         )

@@ -1,0 +1,408 @@
+"""A site's master pilot: gathers what homes want, and assigns it in rounds.
+
+Rules:
+- A home says what it wants, and only what has changed; lists are checked by their length and said
+  again if they differ. They go with their home.
+- `wanted`, `settled` and `given` count from the first unit on: what was given and is not settled is
+  on its way. What does not arrive is given again after a while. So any message may be lost.
+- A round is called for by events: something is wanted, and some pilot may have room. All pilots
+  hear the list and its changes when most of them may have room, and now and then; between, those
+  who have said so hear an excerpt: what is new, and what reads the files they hold.
+- The sum of ranks is maximised over all bids of a round. It is only advice: see `pilot`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...config import Config
+from ...matching import plus, slots
+from ...members import Members, State
+from ...messages import (
+    ID_BYTES,
+    Assign,
+    Bid,
+    Capacity,
+    Contact,
+    Idle,
+    Landing,
+    Line,
+    Member,
+    PostUnits,
+    TaskList,
+    Ticket,
+    UnitsPosted,
+    Wanting,
+)
+from ...rpc import Rpc
+from .assignment import assign
+from .listing import List
+from .pilot import Pilot
+from .site import Site
+
+LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
+EXCERPT_MAX = 400
+PLAIN_MAX = 64
+SEATS_MAX = 64  # of one pilot, in the matrix
+AHEAD_MAX = 1000  # units that may wait in one pilot's queue
+HOMES_MAX = 5000
+MANY = 0.5  # of all pilots may have room: then all are asked
+
+
+@dataclass(slots=True)
+class _Order:
+    """A line of the list, and how far it is done."""
+
+    number: int
+    home: bytes
+    wanting: Wanting
+    since: float
+    given: int = 0
+    given_at: float = 0.0
+
+    @property
+    def open(self) -> int:
+        return self.wanting.wanted - self.given
+
+
+class Master:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        site: Site,
+        pilot: Pilot,
+        rng: random.Random,
+        config: Config,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.delays: list[float] = []
+        self._rpc = rpc
+        self._members = members
+        self._site = site
+        self._pilot = pilot
+        self._rng = rng
+        self._config = config
+        self._orders: dict[int, _Order] = {}
+        self._by_home: dict[bytes, dict[int, int]] = {}
+        self._list = List(rng.getrandbits(40))  # another master's versions are others
+        self._reading: dict[bytes, set[int]] = {}  # file → lines that read it
+        self._plain: dict[int, None] = {}  # lines that read nothing
+        self._fresh: set[int] = set()  # lines since the last round
+        self._rooms: dict[bytes, Ticket] = {}  # of those that may have some
+        self._held: dict[bytes, tuple[bytes, ...]] = {}
+        self._asked: set[bytes] = set()  # pilots that have been asked since they came
+        self._told = 0  # the version that all were told last
+        self._swept_at = 0.0
+        self._next = rng.getrandbits(40)
+        self._round = rng.getrandbits(40)
+        self._wake = asyncio.Event()
+        rpc.on(PostUnits, self._post)
+        rpc.on(Idle, self._idle)
+        members.listen(self._member_changed, at_stake=self._orders)
+
+    @property
+    def waiting(self) -> int:
+        return sum(max(0, order.open) for order in self._orders.values())
+
+    # ----------------------------------------------------------------- what is wanted
+
+    def _post(self, sender: Contact, message: PostUnits) -> UnitsPosted:
+        mine = self._by_home.get(sender.id)
+        if message.anew:
+            self._forget(sender.id)
+            mine = None
+        if mine is None:
+            if len(self._by_home) >= HOMES_MAX or (message.lines and not message.units):
+                return UnitsPosted(again=True)
+            mine = self._by_home[sender.id] = {}
+        now = self._now()
+        for wanting in message.units:
+            self._want(sender.id, mine, wanting, now)
+        lines = len(mine)
+        if not mine:
+            del self._by_home[sender.id]
+        if self._needs_round(now):
+            self._wake.set()
+        return UnitsPosted(
+            again=lines != message.lines, pilots=len(self._site.pilots()), idle=len(self._rooms)
+        )
+
+    def _want(self, home: bytes, mine: dict[int, int], wanting: Wanting, now: float) -> None:
+        number = mine.get(wanting.id)
+        if wanting.wanted <= wanting.settled:
+            if number is not None:
+                self._drop(number)
+                del mine[wanting.id]
+            return
+        if number is None:
+            if len(self._orders) >= self._config.pilots_lines_max:
+                return  # its home hears that not all of it is here, and says it again
+            self._next += 1
+            number = mine[wanting.id] = self._next
+            order = _Order(number, home, wanting, now - wanting.waited_s, wanting.settled)
+            self._orders[number] = order
+        else:
+            order = self._orders[number]
+            order.wanting = wanting
+            order.given = max(order.given, wanting.settled)
+        self._relist(order)
+
+    def _relist(self, order: _Order) -> None:
+        """On the list are lines of which something is to be given."""
+        listed = order.number in self._list.lines
+        if order.open > 0 and not listed:
+            w = order.wanting
+            line = Line(order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank)
+            self._list.put(line)
+            self._fresh.add(order.number)
+            for file, _ in w.reads:
+                self._reading.setdefault(file, set()).add(order.number)
+            if not w.reads:
+                self._plain[order.number] = None
+        elif order.open <= 0 and listed:
+            self._unlist(order)
+
+    def _unlist(self, order: _Order) -> None:
+        self._list.drop(order.number)
+        self._fresh.discard(order.number)
+        self._plain.pop(order.number, None)
+        for file, _ in order.wanting.reads:
+            readers = self._reading.get(file)
+            if readers is not None:
+                readers.discard(order.number)
+                if not readers:
+                    del self._reading[file]
+
+    def _drop(self, number: int) -> None:
+        order = self._orders.pop(number, None)
+        if order is not None:
+            self._unlist(order)
+
+    def _forget(self, home: bytes) -> None:
+        for number in self._by_home.pop(home, {}).values():
+            self._drop(number)
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        peer = new.contact.id
+        if new.state >= State.DEAD or (old is not None and old.boot != new.boot):
+            self._forget(peer)
+            self._rooms.pop(peer, None)
+            self._held.pop(peer, None)
+            self._asked.discard(peer)
+        if new.state == State.ALIVE and self._orders:
+            self._wake.set()
+
+    # ----------------------------------------------------------------- who has room
+
+    def _idle(self, sender: Contact, message: Idle) -> None:
+        self._rooms[sender.id] = message.ticket
+        self._held[sender.id] = message.held
+        if self._needs_round(self._now()):
+            self._wake.set()
+
+    def _candidates(self, now: float) -> list[bytes]:
+        pilots = [m.contact.id for m in self._site.pilots()]
+        if now - self._swept_at >= self._config.pilots_sweep_s:
+            return pilots
+        return [p for p in pilots if p in self._rooms or p not in self._asked]
+
+    def _needs_round(self, now: float) -> bool:
+        if not self._list.lines:
+            return False
+        if now - self._swept_at >= self._config.pilots_sweep_s:
+            return True
+        return bool(self._rooms) or len(self._asked) < len(self._site.pilots())
+
+    # ----------------------------------------------------------------- rounds
+
+    async def run(self) -> None:
+        config = self._config
+        while True:
+            try:
+                async with asyncio.timeout(config.pilots_sweep_s if self._orders else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await asyncio.sleep(config.pilots_gather_s)
+            self._take_back(self._now())
+            while self._needs_round(self._now()):
+                if not await self._hold_round():
+                    break
+
+    def _take_back(self, now: float) -> None:
+        """What was given and never arrived."""
+        for order in self._orders.values():
+            lost = order.given - order.wanting.settled
+            if lost > 0 and now - order.given_at > self._config.pilots_patience_s:
+                order.given = order.wanting.settled
+                self.counts["given_again"] += lost
+                self._relist(order)
+
+    async def _hold_round(self) -> bool:
+        """One round; False if nobody in it could be given anything."""
+        now = self._now()
+        me = self._rpc.me.id
+        asked = self._candidates(now)
+        pilots = len(self._site.pilots())
+        everyone = len(asked) >= MANY * pilots and (
+            pilots > 16
+            or len(asked) == pilots
+            or now - self._swept_at >= self._config.pilots_sweep_s
+        )
+        self._round += 1
+        if everyone:
+            self._swept_at = now
+            asked = [m.contact.id for m in self._site.pilots()]
+            base, came, went = self._list.since(self._told)
+            self._told = self._list.version
+        else:
+            base, came, went = 0, self._excerpt(asked), ()
+        message = TaskList.of(
+            me, self._round, base, self._list.version, came, went, LOW, HIGH,
+            () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, 0, not everyone,
+        )  # fmt: skip
+        self._fresh.clear()
+        self.counts["rounds"] += 1
+        self.counts["rounds_of_all"] += everyone
+        self.counts["asked"] += len(asked)
+        for pilot in asked:
+            self._asked.add(pilot)
+            self._rooms.pop(pilot, None)
+        round = await self._pilot.lead(message)
+        self.counts["bids"] += len(round.bids)
+        landings = self._match(round.bids)
+        if landings:
+            wanted = bool(self._list.lines)
+            self._pilot.assigned(round, Assign.of(me, message.round, tuple(landings), wanted))
+        return bool(landings) or bool(self._fresh)
+
+    def _excerpt(self, pilots: Iterable[bytes]) -> tuple[Line, ...]:
+        """Of the list: what these hold files of, what is new, and some that anybody may take."""
+        chosen: dict[int, None] = {}
+        for pilot in pilots:
+            for file in self._held.get(pilot, ()):
+                chosen.update(dict.fromkeys(self._reading.get(file, ())))
+        chosen.update(dict.fromkeys(sorted(self._fresh)))
+        plain = list(self._plain)[:PLAIN_MAX]
+        lines = self._list.lines
+        others = []
+        if len(lines) > len(chosen) + len(plain):
+            some = min(len(lines), 4 * PLAIN_MAX)
+            others = self._rng.sample(list(lines), some)
+        chosen.update(dict.fromkeys((*plain, *others)))
+        return tuple(lines[n] for n in list(chosen)[:EXCERPT_MAX] if n in lines)
+
+    # ----------------------------------------------------------------- matching
+
+    def _match(self, bids: list[Bid]) -> list[Landing]:
+        """Seats now, by the largest sum of ranks; then places in queues, in equal parts."""
+        now = self._now()
+        bids = [bid for bid in bids if bid.ranks]
+        numbers = {n for bid in bids for n, _ in bid.ranks if n in self._list.lines}
+        orders = [self._orders[n] for n in sorted(numbers) if n in self._orders]
+        index = {order.number: i for i, order in enumerate(orders)}
+        tickets = [bid.ticket for bid in bids]
+        seats = []
+        ranks = []
+        value: dict[tuple[int, int], float] = {}
+        for p, bid in enumerate(bids):
+            most = 0
+            for number, rank in bid.ranks:
+                line = index.get(number)
+                if line is not None:
+                    room = slots(bid.ticket.free, orders[line].wanting.needs.capacity)
+                    most = max(most, min(SEATS_MAX, room))
+                    value[p, line] = rank
+                    if room:
+                        ranks.append((p, line, rank))
+            seats.append(most)
+        units = [order.open for order in orders]
+        chosen, exactly = assign(seats, units, ranks)
+        self.counts["exact" if exactly else "greedy"] += 1
+        given: dict[tuple[int, int], int] = {}
+        for p, line, count in chosen:
+            needs = orders[line].wanting.needs.capacity
+            count = min(count, slots(tickets[p].free, needs), units[line])
+            if count > 0:
+                tickets[p] = tickets[p]._replace(free=plus(tickets[p].free, needs, -count))
+                units[line] -= count
+                given[p, line] = given.get((p, line), 0) + count
+        self._fill(bids, orders, tickets, units, given, value)
+        landings = []
+        for (p, line), count in given.items():
+            order = orders[line]
+            order.given += count
+            order.given_at = now
+            w = order.wanting
+            hold = now - order.since > self._config.ticket_hold_after_s and not w.runtime_s
+            landing = Landing(
+                bids[p].pilot,
+                order.home,
+                w.id,
+                w.needs,
+                count,
+                w.runtime_s,
+                w.deadline_in_s,
+                value[p, line],
+                hold,
+            )
+            landings.append(landing)
+            self._relist(order)
+        for bid, ticket in zip(bids, tickets, strict=True):
+            if any(ticket.free) and ticket.free.millicores > 0:
+                self._rooms[bid.pilot] = ticket
+        self.counts["assigned"] += sum(given.values())
+        return landings
+
+    def _fill(
+        self,
+        bids: list[Bid],
+        orders: list[_Order],
+        tickets: list[Ticket],
+        units: list[int],
+        given: dict[tuple[int, int], int],
+        value: dict[tuple[int, int], float],
+    ) -> None:
+        """Short tasks wait in the pilots' queues, where they begin without a round of their own."""
+        for line, order in enumerate(orders):
+            runtime_s = order.wanting.runtime_s
+            if units[line] <= 0 or runtime_s is None:
+                continue
+            suited = [p for p in range(len(bids)) if (p, line) in value]
+            suited.sort(key=lambda p: (-value[p, line], -tickets[p].queue_s))
+            for place, p in enumerate(suited):
+                if units[line] <= 0:
+                    break
+                fair = -(-units[line] // (len(suited) - place))
+                count = min(units[line], fair, self._ahead(bids[p].pilot, tickets[p], order))
+                if count > 0:
+                    share_s = count * self._share_s(bids[p].pilot, order)
+                    cores = count * order.wanting.needs.capacity.millicores
+                    tickets[p] = tickets[p]._replace(
+                        queue_s=max(0.0, tickets[p].queue_s - share_s),
+                        queue_units=max(0, tickets[p].queue_units - count),
+                        queue_cores=max(0, tickets[p].queue_cores - cores),
+                    )
+                    units[line] -= count
+                    given[p, line] = given.get((p, line), 0) + count
+
+    def _ahead(self, pilot: bytes, ticket: Ticket, order: _Order) -> int:
+        by_time = int(ticket.queue_s / max(1e-5, self._share_s(pilot, order)))
+        by_share = ticket.queue_cores // max(1, order.wanting.needs.capacity.millicores)
+        return max(0, min(ticket.queue_units, AHEAD_MAX, max(by_time, by_share)))
+
+    def _share_s(self, pilot: bytes, order: _Order) -> float:
+        """Seconds of all of a pilot that one such unit takes."""
+        member = self._members.get(pilot)
+        capacity = member.capacity if member is not None else Capacity(millicores=1000)
+        at_once = max(1, slots(capacity, order.wanting.needs.capacity))
+        return (order.wanting.runtime_s or 0.0) / at_once
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

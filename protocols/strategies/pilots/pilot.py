@@ -1,0 +1,418 @@
+"""A pilot: takes part in its site's rounds, and lets what it is assigned land.
+
+Rules:
+- A task list is passed on into the region that came with it, one message to each of at most eight
+  parts; who does not answer is passed over, and another of its part is asked.
+- Bids come back the way the list went, put together on the way. Who is late is not waited for: how
+  long one waits depends on the depth. A late pilot is in the next round.
+- Being assigned is no promise: it lands by a lease of this peer's own admission, offered to the
+  task's home; what finds no room is told to that home at once.
+- While a master is about, it is told when there is more room than it knows of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ...config import Config
+from ...matching import slots, unmet
+from ...members import Members
+from ...messages import (
+    Assign,
+    Bid,
+    Bids,
+    Capacity,
+    Contact,
+    Done,
+    Grant,
+    Idle,
+    Landing,
+    Line,
+    Needs,
+    Room,
+    Seats,
+    TaskList,
+    TaskListed,
+    Ticket,
+)
+from ...rpc import CallFailed, Rpc
+from ...tasks import Tasks
+from .listing import Copy
+from .ranking import ranking
+from .regions import Region, divide
+from .site import Site
+
+COPIES_MAX = 4
+ROUNDS_MAX = 64
+DELEGATES_MAX = 4
+RANKS_MAX = 256
+PLAIN_MAX = 256
+HELD_MAX = 64
+MIB = 1 << 20
+AVOIDED = 1e9  # rank that a task loses where it failed before
+#: of the time a round has, what is left for those one level below
+DEEPER = 0.7
+PASS_ON_S = 0.35  # for a delegate's word that it has the list
+WANTED_S = 60.0  # after the last word of a master
+
+Reserve = Callable[[bytes, Room], Grant]
+RoundKey = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class _Round:
+    parent: Contact | None  # None: this is the master's own
+    waiting: set[bytes] = field(default_factory=set)  # delegates whose bids are to come
+    bids: list[Bid] = field(default_factory=list)
+    via: dict[bytes, bytes] = field(default_factory=dict)  # pilot → the delegate it is behind
+    passing: int = 0
+    over: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Pilot:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        site: Site,
+        rng: random.Random,
+        config: Config,
+        reserve: Reserve,
+        ticket: Callable[[], Ticket],
+        held: Callable[[], Collection[bytes]],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rpc = rpc
+        self._members = members
+        self._site = site
+        self._rng = rng
+        self._config = config
+        self._reserve = reserve
+        self._ticket = ticket
+        self._held = held
+        self._copies: OrderedDict[bytes, Copy] = OrderedDict()
+        self._rounds: OrderedDict[RoundKey, _Round] = OrderedDict()
+        self._meets: dict[Needs, bool] = {}
+        self._master = b""
+        self._wanted_until = 0.0
+        self._told = Ticket(Capacity())
+        self._wake = asyncio.Event()
+        self._tasks = Tasks()
+        rpc.on(TaskList, self._task_list)
+        rpc.on(Bids, self._bids)
+        rpc.on(Assign, self._assign)
+
+    # ----------------------------------------------------------------- a round
+
+    def _task_list(self, sender: Contact, message: TaskList) -> TaskListed:
+        now = self._now()
+        if not message.excerpt:
+            copy = self._copy(message.master)
+            if not copy.follow(message.base, message.version, message.came, message.went, now):
+                self.counts["behind"] += 1
+                return TaskListed(behind=True)
+        self._master, self._wanted_until = message.master, now + WANTED_S
+        key = (message.master, message.round)
+        if key not in self._rounds:
+            self.counts["rounds"] += 1
+            self._open(key, sender)
+            self._tasks.spawn(self._take_part(key, message))
+        return TaskListed()
+
+    def _copy(self, master: bytes) -> Copy:
+        found = self._copies.get(master)
+        if found is None:
+            found = self._copies[master] = Copy()
+            if len(self._copies) > COPIES_MAX:
+                self._copies.popitem(last=False)
+        self._copies.move_to_end(master)
+        return found
+
+    def _open(self, key: RoundKey, parent: Contact | None) -> _Round:
+        made = self._rounds[key] = _Round(parent)
+        if len(self._rounds) > ROUNDS_MAX:
+            _, oldest = self._rounds.popitem(last=False)
+            oldest.over = True
+            oldest.news.set()
+        return made
+
+    async def _take_part(self, key: RoundKey, message: TaskList) -> None:
+        round = self._rounds[key]
+        await self.gather(round, message)
+        if round.parent is None:
+            return
+        answer = Bids(master=message.master, round=message.round, bids=tuple(round.bids))
+        try:
+            await self._rpc.call(round.parent, answer, Done, self._config.pilots_round_s)
+        except CallFailed:
+            self.counts["bids_lost"] += 1
+
+    async def lead(self, message: TaskList) -> _Round:
+        """The master's own part: after this, all bids that came in time."""
+        round = self._open((message.master, message.round), None)
+        if not message.excerpt:
+            copy = self._copy(message.master)
+            copy.follow(message.base, message.version, message.came, message.went, self._now())
+        await self.gather(round, message)
+        return round
+
+    async def gather(self, round: _Round, message: TaskList) -> None:
+        """Pass the list on, bid, and wait for those below; not longer than there is time."""
+        me = self._rpc.me.id
+        loop = asyncio.get_running_loop()
+        end = loop.time() + message.wait_s
+        if message.among:
+            known: list[bytes] = [p for p in message.among if p != me]
+        else:
+            known = [m.contact.id for m in self._site.pilots() if m.contact.id != me]
+        regions = divide(message.low, message.high, known)
+        round.passing = len(regions)
+        work = [self._tasks.spawn(self._pass_on(round, region, message)) for region in regions]
+        if not message.among or me in message.among:
+            bid = self.bid(message)
+            if bid is not None:
+                round.bids.append(bid)
+        while round.passing or round.waiting:
+            round.news.clear()
+            try:
+                async with asyncio.timeout_at(end):
+                    await round.news.wait()
+            except TimeoutError:
+                self.counts["late"] += len(round.waiting)
+                break
+        round.over = True
+        for task in work:
+            if not task.done():
+                task.cancel()
+
+    async def _pass_on(self, round: _Round, region: Region, message: TaskList) -> None:
+        """To one of a region: the first who says that it has it."""
+        try:
+            peers = list(region.peers)
+            self._rng.shuffle(peers)
+            peers.sort(key=lambda p: not self._members.is_alive(p))
+            tries = DELEGATES_MAX if len(peers) > 1 else 2
+            for attempt in range(tries):
+                delegate = peers[attempt % len(peers)]
+                if await self._hand(round, delegate, region, message):
+                    return
+            self.counts["regions_lost"] += 1
+        finally:
+            round.passing -= 1
+            round.news.set()
+
+    async def _hand(
+        self, round: _Round, delegate: bytes, region: Region, message: TaskList
+    ) -> bool:
+        contact = self._members.contact(delegate)
+        if contact is None:
+            return False
+        part = message.model_copy(
+            update={
+                "low": region.low,
+                "high": region.high,
+                "among": region.peers if message.among else (),
+                "wait_s": message.wait_s * DEEPER,
+                "depth": message.depth + 1,
+            }
+        )
+        round.waiting.add(delegate)
+        self.counts["lists_sent"] += 1
+        try:
+            answer = await self._rpc.call(contact, part, TaskListed, PASS_ON_S)
+            if answer.behind:
+                copy = self._copy(message.master)
+                whole = {"base": 0, "came": tuple(copy.lines.values()), "went": ()}
+                whole["version"] = copy.version
+                part = part.model_copy(update=whole)
+                self.counts["lists_whole"] += 1
+                answer = await self._rpc.call(contact, part, TaskListed, 2 * PASS_ON_S)
+        except CallFailed:
+            round.waiting.discard(delegate)
+            self.counts["delegates_silent"] += 1
+            return False
+        return not answer.behind
+
+    def _bids(self, sender: Contact, message: Bids) -> Done:
+        round = self._rounds.get((message.master, message.round))
+        if round is None or round.over:
+            self.counts["too_late"] += 1  # it is in the next round
+            return Done()
+        for bid in message.bids:
+            round.via[bid.pilot] = sender.id
+        round.bids.extend(message.bids)
+        round.waiting.discard(sender.id)
+        round.news.set()
+        return Done()
+
+    # ----------------------------------------------------------------- ranking
+
+    def bid(self, message: TaskList) -> Bid | None:
+        """What this pilot would like most; None if it has no room."""
+        ticket = self._ticket()
+        self._told = ticket
+        if not any(ticket.free) and not ticket.queue_units:
+            return None
+        if message.excerpt:
+            lines = {line.number: line for line in message.came}
+            since = dict.fromkeys(lines, self._now())
+            ranks = self.rank(lines, since, ticket)
+        else:
+            copy = self._copy(message.master)
+            ranks = self.rank(copy.lines, copy.heard_at, ticket)
+        if not ranks:
+            return None
+        return Bid(self._rpc.me.id, ticket, tuple(ranks), message.version)
+
+    def rank(
+        self, lines: dict[int, Line], since: dict[int, float], ticket: Ticket
+    ) -> list[tuple[int, float]]:
+        now = self._now()
+        speed = self._members.me.traits.speed
+        held = self._held()
+        me = self._rpc.me.id
+        found = []
+        most = 0
+        for number, line in lines.items():
+            room = slots(ticket.free, line.needs.capacity)
+            if not self._suits(line.needs) or not (room or ticket.queue_units):
+                continue
+            most = max(most, min(room, RANKS_MAX))
+            local = remote = 0
+            for file, size in line.reads:
+                if file in held:
+                    local += size
+                else:
+                    remote += size
+            waited = line.waited_s + now - since[number]
+            value = ranking(line.rank)(local / MIB, remote / MIB, speed, waited, line.hangs_s)
+            if me in line.avoid:
+                value -= AVOIDED
+            # of those that are worth the same, each pilot names others
+            found.append((value, self._rng.random(), number))
+        count = min(RANKS_MAX, max(self._config.pilots_ranks, 4 * most))
+        return [(number, _bounded(value)) for value, _, number in heapq.nlargest(count, found)]
+
+    def _suits(self, needs: Needs) -> bool:
+        found = self._meets.get(needs)
+        if found is None:
+            if len(self._meets) > 1000:
+                self._meets.clear()
+            me = self._members.me
+            found = self._meets[needs] = not unmet(me.capacity, me.traits, needs)
+        return found
+
+    # ----------------------------------------------------------------- landing
+
+    def _assign(self, sender: Contact, message: Assign) -> Done:
+        round = self._rounds.get((message.master, message.round))
+        self.assigned(round, message)
+        return Done()
+
+    def assigned(self, round: _Round | None, message: Assign) -> None:
+        """Own landings, and on to those behind whom the others bid."""
+        me = self._rpc.me.id
+        further: dict[bytes, list[Landing]] = {}
+        for landing in message.landings:
+            if landing.pilot == me:
+                self._land(landing, message)
+            elif round is not None and landing.pilot in round.via:
+                further.setdefault(round.via[landing.pilot], []).append(landing)
+            else:
+                self.counts["astray"] += 1
+        for delegate, landings in further.items():
+            self._tasks.spawn(self._assign_to(delegate, message, tuple(landings)))
+        self._told = self._ticket()
+        self._master, self._wanted_until = message.master, self._now() + WANTED_S
+        self._wake.set()
+
+    async def _assign_to(
+        self, delegate: bytes, message: Assign, landings: tuple[Landing, ...]
+    ) -> None:
+        contact = self._members.contact(delegate)
+        part = Assign.of(message.master, message.round, landings, message.wanted)
+        try:
+            if contact is None:
+                raise CallFailed("it is gone")
+            await self._rpc.call(contact, part, Done, self._config.pilots_round_s)
+        except CallFailed:
+            self.counts["assignments_lost"] += len(landings)  # their homes say again what they want
+
+    def _land(self, landing: Landing, message: Assign) -> None:
+        home = self._members.contact(landing.home)
+        if home is None:
+            return
+        queue = landing.runtime_s is not None
+        room = Room(
+            landing.needs,
+            landing.count,
+            landing.runtime_s,
+            landing.deadline_in_s,
+            queue,
+            landing.hold,
+        )
+        grant = self._reserve(landing.home, room)
+        short = landing.count - len(grant.leases)
+        self.counts["landed"] += len(grant.leases)
+        self.counts["short"] += short
+        self._rpc.tell(
+            home,
+            Seats.of(landing.id, grant.leases, short, landing.rank, message.master, message.round),
+        )
+
+    # ----------------------------------------------------------------- room
+
+    def changed(self) -> None:
+        """There may be more room than before."""
+        if self._now() < self._wanted_until and self._is_more():
+            self._wake.set()
+
+    def _is_more(self) -> bool:
+        told, ticket = self._told, self._ticket()
+        if any(new > old for new, old in zip(ticket.free, told.free, strict=True)):
+            return True
+        # half of what was queued has begun: before it runs dry
+        queued_s = self._config.queue_s_max - ticket.queue_s
+        before_s = self._config.queue_s_max - told.queue_s
+        return queued_s < before_s / 2 and before_s > 0.001
+
+    async def run(self) -> None:
+        while True:
+            wait_s = self._config.pilots_idle_s if self._now() < self._wanted_until else None
+            again = False
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+                await asyncio.sleep(self._config.ticket_gather_s)
+            except TimeoutError:
+                again = bool(slots(self._ticket().free, Capacity(millicores=1)))
+            self._wake.clear()
+            if self._now() < self._wanted_until and (again or self._is_more()):
+                self._say_idle()
+
+    def _say_idle(self) -> None:
+        master = self._site.master(self._site.name)
+        contact = self._members.contact(master) if master is not None else None
+        if contact is None:
+            return
+        self._told = ticket = self._ticket()
+        held = self._held()
+        known = tuple(held)[-HELD_MAX:] if len(held) <= 4 * HELD_MAX else tuple(held)[:HELD_MAX]
+        self.counts["idle_told"] += 1
+        self._rpc.tell(contact, Idle.of(ticket, known))
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _bounded(value: float) -> float:
+    return max(-1e15, min(1e15, value)) if value == value else -1e15

@@ -1,0 +1,314 @@
+"""`pilots`: homes post units to the master pilot of a site, whose pilots rank and share them out.
+
+After seed 003 (late-binding overlays). `site` says who is master, `master` and `pilot` are the two
+sides of a round, `assignment` and `ranking` what is computed in it. This is the third side: the
+home that wants its units run.
+
+Beyond the paper: rounds follow events, lists travel as differences, the assignment is exact, a lost
+master costs as long as its death takes to be known, and there need be no queue in the middle.
+
+Rules:
+- Units that are alike and read the same files are one line, with a number. A line goes to the
+  master of the site it needs, or that holds most of its files, or of this peer; if it finds no room
+  there for a while, to the masters of all sites. What is offered twice is given back at once.
+- A new master is told everything; the same one only what has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...config import Config
+from ...matching import explain
+from ...members import Members
+from ...messages import (
+    AttemptKey,
+    Capacity,
+    Contact,
+    Member,
+    Needs,
+    PostUnits,
+    ReturnLeases,
+    Seats,
+    UnitsPosted,
+    Wanting,
+)
+from ...rpc import CallFailed, Rpc
+from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
+from ..here import place_here
+from ..waiting import Group, GroupKey, Waiting
+from .site import Site
+
+UNITS_PER_MESSAGE = 1000
+READS_MAX = 16
+GATHER_S = 0.001
+AGAIN_S = 0.2
+_NO_NEEDS = Needs()
+
+
+@dataclass(slots=True)
+class _Line:
+    id: int
+    key: GroupKey
+    site: str
+    settled: int = 0
+    spilled: bool = False  # it is at the masters of all sites
+    offered_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What one master has been told."""
+
+    site: str
+    master: bytes = b""
+    told: dict[int, tuple[int, int]] = field(default_factory=dict)  # line → wanted, settled
+    said_at: float = 0.0
+    failed: str = ""
+    not_before: float = 0.0
+    pilots: int = 0
+
+
+class Pilots:
+    name = "pilots"
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        site: Site,
+        rng: random.Random,
+        config: Config,
+        on_placed: OnPlaced,
+        estimate: Estimate = lambda unit: unit.runtime_s,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rpc = rpc
+        self._members = members
+        self._site = site
+        self._config = config
+        self._on_placed = on_placed
+        self._estimate = estimate
+        self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True, by_reads=True)
+        self._lines: dict[GroupKey, _Line] = {}
+        self._ids: dict[int, _Line] = {}
+        self._desks: dict[str, _Desk] = {}
+        self._next_id = rng.getrandbits(48)
+        self._wake = asyncio.Event()
+        rpc.on(Seats, self._seats)
+        members.listen(self._member_changed, at_stake=self._waiting.groups)
+
+    # ----------------------------------------------------------------- the interface
+
+    def add(self, units: Iterable[Unit]) -> None:
+        first = not self._waiting
+        self._waiting.add(units, self._now())
+        if first and not any(group.reads for group in self._waiting.groups.values()):
+            known = self._members.count
+            placed, _ = place_here(
+                self.name, self._waiting, self._rpc, self._members.me, known, self._estimate
+            )
+            if placed:
+                self._on_placed(placed)
+        if self._waiting:
+            self._wake.set()
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None:
+        self._waiting.withdraw(keys)
+        self._wake.set()
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        group = self._waiting.group_of(key)
+        return None if group is None else group.reason
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        """Pilots tell their master."""
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            busy = self._waiting or any(desk.told for desk in self._desks.values())
+            try:
+                async with asyncio.timeout(self._pause_s() if busy else None):
+                    await self._wake.wait()
+                await asyncio.sleep(GATHER_S)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await self._say_all()
+
+    def _pause_s(self) -> float:
+        now = self._now()
+        due = [d.not_before for d in self._desks.values() if d.failed and d.not_before > now]
+        return max(0.02, min([self._config.pilots_spill_s / 2, *(at - now for at in due)]))
+
+    # ----------------------------------------------------------------- posting
+
+    async def _say_all(self) -> None:
+        now = self._now()
+        self._waiting.regroup()
+        masters = self._site.masters()
+        wanted: dict[str, dict[int, Wanting]] = {site: {} for site in masters}
+        for group in list(self._waiting.groups.values()):
+            line = self._line(group, masters, now)
+            spill = now - max(line.offered_at, group.oldest_at) > self._config.pilots_spill_s
+            line.spilled = line.spilled or (spill and group.needs.site is None)
+            sites = masters if line.spilled else (line.site,)
+            made = self._wanting(line, group, now)
+            for site in sites:
+                if site in wanted:
+                    wanted[site][line.id] = made
+            self._explain(group, line, masters)
+        for key in [key for key in self._lines if key not in self._waiting.groups]:
+            line = self._lines[key]
+            if not any(line.id in desk.told for desk in self._desks.values()):
+                del self._lines[key], self._ids[line.id]
+        calls = []
+        for site, master in masters.items():
+            desk = self._desks.setdefault(site, _Desk(site))
+            if master != desk.master:
+                desk.master, desk.told, desk.not_before = master, {}, 0.0
+                desk.said_at = -1e9
+            if desk.not_before <= now:
+                calls.append(self._say(desk, wanted[site], now))
+        for site in [site for site in self._desks if site not in masters]:
+            del self._desks[site]
+        await asyncio.gather(*calls)
+
+    def _line(self, group: Group, masters: dict[str, bytes], now: float) -> _Line:
+        line = self._lines.get(group.key)
+        if line is None:
+            self._next_id += 1
+            line = _Line(self._next_id, group.key, self._site_for(group, masters), offered_at=now)
+            self._lines[group.key] = line
+            self._ids[line.id] = line
+        return line
+
+    def _site_for(self, group: Group, masters: dict[str, bytes]) -> str:
+        if group.needs.site is not None:
+            return group.needs.site
+        near = Counter(
+            member.traits.site
+            for peer in group.top.near
+            if (member := self._members.get(peer)) is not None and member.traits.site in masters
+        )
+        return near.most_common(1)[0][0] if near else self._site.name
+
+    def _wanting(self, line: _Line, group: Group, now: float) -> Wanting:
+        top = group.top
+        return Wanting(
+            id=line.id,
+            needs=group.needs,
+            wanted=line.settled + group.left,
+            settled=line.settled,
+            runtime_s=self._estimate(top),
+            deadline_in_s=None if top.deadline_at is None else top.deadline_at - now,
+            waited_s=max(0.0, now - group.oldest_at),
+            hangs_s=min(1e8, max(0.0, top.rank)),
+            reads=tuple((hash[:8], size) for hash, size in group.reads[:READS_MAX]),
+            avoid=tuple(sorted(group.avoid))[:8],
+            rank=top.ranked_by,
+        )
+
+    async def _say(self, desk: _Desk, wanted: dict[int, Wanting], now: float) -> None:
+        """What this master does not know yet; now and then that this home is still there."""
+        contact = self._members.contact(desk.master)
+        if contact is None:
+            return
+        changed = [w for w in wanted.values() if desk.told.get(w.id) != (w.wanted, w.settled)]
+        gone = [id for id in desk.told if id not in wanted]
+        due = now - desk.said_at >= self._config.pilots_post_s
+        if not changed and not gone and not (due and desk.told):
+            return
+        anew = not desk.told
+        rows = [*changed, *(Wanting(id, _NO_NEEDS, 0, 0) for id in gone)]
+        for start in range(0, max(1, len(rows)), UNITS_PER_MESSAGE):
+            some = rows[start : start + UNITS_PER_MESSAGE]
+            for w in some:
+                if w.wanted > w.settled:
+                    desk.told[w.id] = (w.wanted, w.settled)
+                else:
+                    desk.told.pop(w.id, None)
+            message = PostUnits.of(tuple(some), len(desk.told), anew and start == 0)
+            self.counts["posts"] += 1
+            try:
+                answer = await self._rpc.call(contact, message, UnitsPosted, 1.0)
+            except CallFailed as error:
+                desk.failed, desk.not_before = str(error), self._now() + AGAIN_S
+                desk.told = {}
+                return
+            desk.said_at, desk.failed, desk.pilots = self._now(), "", answer.pilots
+            if answer.again and start + UNITS_PER_MESSAGE >= len(rows):
+                desk.told = {}  # it has other lines than it should: all of it again
+                desk.not_before = self._now() + AGAIN_S
+                desk.failed = "it has not heard all of it"
+
+    def _explain(self, group: Group, line: _Line, masters: dict[str, bytes]) -> None:
+        unmet = explain(self._members.here(), group.needs)
+        if unmet is not None:
+            group.reason = unmet
+            return
+        desk = self._desks.get(line.site)
+        if line.site not in masters:
+            group.reason = f"no pilot of site {line.site} is here"
+        elif desk is not None and desk.failed:
+            group.reason = f"the master pilot of site {line.site} does not answer: {desk.failed}"
+        else:
+            many = desk.pilots if desk is not None else 0
+            where = "of all sites" if line.spilled else f"of site {line.site} ({many} pilots)"
+            group.reason = f"it is on the list {where}; all who suit it are busy"
+
+    # ----------------------------------------------------------------- offers
+
+    def _seats(self, sender: Contact, message: Seats) -> None:
+        line = self._ids.get(message.id)
+        group = self._group_for(line) if line is not None else None
+        placed: list[Placed] = []
+        unused: list[int] = []
+        if line is not None:
+            line.settled += len(message.leases) + message.short
+            line.offered_at = self._now()
+        record = Placement(
+            self.name,
+            [(sender.id, len(message.leases), "")],
+            known=self._members.count,
+            why=f"round {message.round} of master {message.master.hex()[:8]} gave it to this pilot,"
+            f" which ranked it at {message.rank:.6g}",
+        )
+        for lease in message.leases:
+            unit = self._waiting.pop(group, near=sender.id) if group is not None else None
+            if unit is None:
+                unused.append(lease)
+            else:
+                placed.append(Placed(unit, sender, lease, record))
+        self.counts["offered"] += len(message.leases)
+        self.counts["unused"] += len(unused)
+        self.counts["short"] += message.short
+        if unused:
+            self._rpc.tell(sender, ReturnLeases(leases=tuple(unused)))
+        if group is not None:
+            if placed:
+                group.oldest_at = self._now()
+            self._waiting.forget_if_empty(group)
+        self._wake.set()
+        if placed:
+            self._on_placed(placed)
+
+    def _group_for(self, line: _Line) -> Group | None:
+        """Its own; or, as its units' run times are known by now, another of the same kind."""
+        found = self._waiting.groups.get(line.key)
+        if found is not None:
+            return found
+        needs, _, avoid, reads = line.key
+        same = (needs, avoid, reads)
+        groups = self._waiting.groups.values()
+        return next((g for g in groups if (g.needs, g.avoid, g.reads) == same), None)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,68 @@
+"""How much a pilot wants a task: an expression over the task and itself. Pure.
+
+`local` and `remote` are MiB of its inputs that the pilot holds, and would have to fetch; `speed` is
+the pilot's; `waited` and `hangs` are seconds, that the task has waited, and of work that hangs on
+it. By default what is held counts most, then speed, then waiting; and a little against it what
+would have to be fetched, so that who has a choice leaves a task to those who hold its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from ...chemistry.expressions import Incomputable, compute
+from ...chemistry.notation import ChemistryError, read_rule
+
+VARIABLES = ("local", "remote", "speed", "waited", "hangs")
+TEXT_MAX = 200
+
+#: of local, remote, speed, waited, hangs
+Ranking = Callable[[float, float, float, float, float], float]
+
+
+def by_default(local: float, remote: float, speed: float, waited: float, hangs: float) -> float:
+    return 1000.0 * local - remote + 10.0 * min(speed, 99.0) + min(9.0, (waited + hangs) / 1000.0)
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with an expression, in words."""
+    if len(text) > TEXT_MAX:
+        return f"an expression has at most {TEXT_MAX} characters"
+    try:
+        _read(text)(1.0, 1.0, 1.0, 1.0, 1.0)
+    except (ChemistryError, KeyError, Incomputable, ValueError) as error:
+        names = ", ".join(VARIABLES)
+        return f"{error}; an expression gives a number, and may use {names}"
+    return None
+
+
+@lru_cache(256)
+def ranking(text: str) -> Ranking:
+    """Of an expression that was checked; what can't be computed counts for nothing."""
+    if not text:
+        return by_default
+    try:
+        return _read(text)
+    except (ChemistryError, ValueError):
+        return lambda *_: 0.0
+
+
+def _read(text: str) -> Ranking:
+    rule = read_rule(f"replace {', '.join(VARIABLES)} by ({text})")
+    if len(rule.products) != 1 or rule.condition is not None:
+        raise ValueError("one expression is expected")
+    term = rule.products[0]
+
+    def computed(*values: float) -> float:
+        try:
+            found = compute(term, dict(zip(VARIABLES, values, strict=True)), {})
+        except Incomputable:
+            return 0.0
+        if isinstance(found, bool):
+            return float(found)
+        if not isinstance(found, int | float):
+            raise ValueError("it gives no number")
+        return float(found)
+
+    return computed
