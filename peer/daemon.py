@@ -26,6 +26,7 @@ from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
 from protocols.overlay.overlays import MADE_BY
 from protocols.records import Records
 from protocols.rpc import CallFailed, Refused, Rpc
+from protocols.strategies.pilots.assignment import preload
 
 from .attempt import Workshop
 from .blobs import Blobs
@@ -183,6 +184,7 @@ class Daemon:
             ("join", self._join()),
             ("settle", self._settle()),
             ("housekeeping", self._housekeep()),
+            ("preloading", self._preload()),
         ):
             self._run(name, work)
         log.info("peer %s is up: %s, HTTP %s", identity.id.hex()[:8], _at(me), self.members.me.http)
@@ -355,6 +357,12 @@ class Daemon:
             self.overlay.saw(new.contact)
             if not was_here:
                 self.records.joined(new.contact)
+
+    async def _preload(self) -> None:
+        """What a site's master pilot needs, before its first large round."""
+        await self.enactment.master.busy.wait()
+        await asyncio.to_thread(preload)
+        await asyncio.Event().wait()
 
     async def _housekeep(self) -> None:
         while True:

@@ -153,7 +153,7 @@ class Config:
 
     # --- pilots: see strategies/pilots
     pilots_round_s: float = 1.0  # for a whole round; each level of it has less
-    pilots_gather_s: float = 0.005  # between what calls for a round and the round
+    pilots_gather_s: float = 0.0  # between what calls for a round and the round
     pilots_sweep_s: float = 5.0  # while something waits, all pilots are asked so often
     pilots_idle_s: float = 2.0  # a pilot says again that it has room
     pilots_spill_s: float = 1.0  # what finds no room at its site for so long goes to all sites

@@ -905,7 +905,7 @@ class TaskList(Message):
     high: PeerId
     among: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
     wait_s: Seconds = 0.0
-    depth: Natural = 0
+    above: Annotated[tuple[PeerId, ...], Field(max_length=32)] = ()  # whom it came by
     excerpt: bool = False  # some lines to be ranked now, whatever list there is
 
 

@@ -1,8 +1,8 @@
 """Which pilot gets which task: so that the sum of ranks is as large as can be. Pure.
 
-Seed 003 calls this NP-complete and takes the largest value of the matrix again and again. It is the
-linear assignment problem, solved exactly in polynomial time (`exact`); the paper's way (`greedy`)
-is for matrices too large for the time a round has.
+Seed 003 calls this NP-complete and takes the largest value of the matrix again and again. It is
+the linear assignment problem, solved exactly in polynomial time (`exact`); the paper's way
+(`greedy`) is for matrices too large for the time a round has.
 
 A line of the list may stand for many tasks, and a pilot may have room for several: lines that all
 pilots together can't exhaust compete with nobody, and are left out of the matrix.
@@ -10,57 +10,95 @@ pilots together can't exhaust compete with nobody, and are left out of the matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 #: of the matrix: within this the exact solution takes some tens of milliseconds
 CELLS_MAX = 300_000
+#: so few are done by hand before a library is loaded
+SMALL_CELLS = 256
+FEW = 2000
 
-#: pilot, line and rank
-Rank = tuple[int, int, float]
+#: pilot, line, and how many units
+Chosen = list[tuple[int, int, int]]
+
+
+@dataclass(slots=True)
+class Ranks:
+    """How much each pilot wants each line, one after the other."""
+
+    pilots: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, pilot: int, line: int, value: float) -> None:
+        self.pilots.append(pilot)
+        self.lines.append(line)
+        self.values.append(value)
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 def assign(
-    seats: Sequence[int], units: Sequence[int], ranks: Sequence[Rank], cells_max: int = CELLS_MAX
-) -> tuple[list[tuple[int, int, int]], bool]:
-    """`seats` of each pilot, `units` of each line: pilot, line and how many. And whether
-    exactly."""
+    seats: Sequence[int], units: Sequence[int], ranks: Ranks, cells_max: int = CELLS_MAX
+) -> tuple[Chosen, bool]:
+    """`seats` of each pilot, `units` of each line; who gets what, and whether that is exact."""
+    if not len(ranks):
+        return [], True
+    # a seat that is taken is better than one that is not, whatever it is worth
+    lowest, highest = min(ranks.values), max(ranks.values)
+    lift = 1e-6 * (1.0 + highest - lowest) - min(0.0, lowest)
+    if len(ranks) > FEW:
+        found = _assign_many(seats, units, ranks, lift, cells_max)
+        if found is not None:
+            return found, True
+    return _assign_few(seats, units, ranks, lift, cells_max)
+
+
+def _assign_few(
+    seats: Sequence[int], units: Sequence[int], ranks: Ranks, lift: float, cells_max: int
+) -> tuple[Chosen, bool]:
     free = sum(seats)
-    # a line that has enough for everybody is any pilot's second choice, at its own rank
+    # a line that has enough for everybody is any pilot's second choice
     plenty: dict[int, tuple[float, int]] = {}
-    scarce: list[Rank] = []
-    for pilot, line, rank in ranks:
+    scarce = Ranks()
+    for pilot, line, value in zip(ranks.pilots, ranks.lines, ranks.values, strict=True):
         if units[line] >= free:
-            if pilot not in plenty or rank > plenty[pilot][0]:
-                plenty[pilot] = (rank, line)
-        elif units[line] > 0:
-            scarce.append((pilot, line, rank))
-    # what is worse than what there is plenty of is never chosen
-    scarce = [row for row in scarce if row[0] not in plenty or row[2] > plenty[row[0]][0]]
-    rows = sum(seats[pilot] for pilot in {pilot for pilot, _, _ in scarce})
-    columns = sum(min(units[line], rows) for line in {line for _, line, _ in scarce})
-    if not scarce:
-        chosen, exactly = [], True
+            if pilot not in plenty or value > plenty[pilot][0]:
+                plenty[pilot] = (value, line)
+        elif units[line] > 0 and seats[pilot] > 0:
+            scarce.add(pilot, line, value)
+    # what counts of a scarce one is what it adds to that; if nothing, it is never chosen
+    gains = Ranks()
+    for pilot, line, value in zip(scarce.pilots, scarce.lines, scarce.values, strict=True):
+        gain = value - plenty[pilot][0] if pilot in plenty else value + lift
+        if gain > 0:
+            gains.add(pilot, line, gain)
+    pilots, lines = set(gains.pilots), set(gains.lines)
+    rows = sum(seats[pilot] for pilot in pilots)
+    columns = sum(min(units[line], rows) for line in lines)
+    exactly = True
+    if min(len(pilots), len(lines)) <= 1:
+        chosen = greedy(seats, units, gains)  # the same then
     elif rows * columns <= cells_max:
-        chosen, exactly = exact(seats, units, scarce, plenty), True
+        chosen = exact(seats, units, gains)
     else:
-        chosen, exactly = greedy(seats, units, scarce), False
+        chosen, exactly = greedy(seats, units, gains), False
     left = list(seats)
     for pilot, _, count in chosen:
         left[pilot] -= count
-    for pilot, (_, line) in plenty.items():
-        if left[pilot] > 0:
-            chosen.append((pilot, line, left[pilot]))
+    chosen += [(p, line, left[p]) for p, (_, line) in plenty.items() if left[p] > 0]
     return chosen, exactly
 
 
-def greedy(
-    seats: Sequence[int], units: Sequence[int], ranks: Sequence[Rank]
-) -> list[tuple[int, int, int]]:
+def greedy(seats: Sequence[int], units: Sequence[int], ranks: Ranks) -> Chosen:
     """The largest value first, as in the paper; what belongs together at once."""
     seats_left, units_left = list(seats), list(units)
     found = []
-    for pilot, line, _ in sorted(ranks, key=lambda row: -row[2]):
+    for index in sorted(range(len(ranks)), key=ranks.values.__getitem__, reverse=True):
+        pilot, line = ranks.pilots[index], ranks.lines[index]
         count = min(seats_left[pilot], units_left[line])
         if count > 0:
             seats_left[pilot] -= count
@@ -69,46 +107,115 @@ def greedy(
     return found
 
 
-def exact(
-    seats: Sequence[int],
-    units: Sequence[int],
-    ranks: Sequence[Rank],
-    otherwise: dict[int, tuple[float, int]],
-) -> list[tuple[int, int, int]]:
-    """A row for each seat, a column for each unit. `otherwise`: what a seat is worth to a pilot
-    that gets none of these."""
+def exact(seats: Sequence[int], units: Sequence[int], ranks: Ranks) -> Chosen:
+    """A row for each seat, a column for each unit; a pair that nobody wants is worth nothing."""
+    worth = {(p, i): v for p, i, v in zip(ranks.pilots, ranks.lines, ranks.values, strict=True)}
+    owners = [p for p in sorted(set(ranks.pilots)) for _ in range(seats[p])]
+    most = len(owners)
+    goods = [i for i in sorted(set(ranks.lines)) for _ in range(min(units[i], most))]
+    matrix = [[worth.get((pilot, line), 0.0) for line in goods] for pilot in owners]
+    counted: dict[tuple[int, int], int] = {}
+    for row, column in best(matrix):
+        pair = (owners[row], goods[column])
+        if pair in worth:
+            counted[pair] = counted.get(pair, 0) + 1
+    return [(pilot, line, count) for (pilot, line), count in counted.items()]
+
+
+def best(matrix: list[list[float]]) -> list[tuple[int, int]]:
+    """Rows and columns whose values have the largest sum."""
+    if len(matrix) * len(matrix[0]) <= SMALL_CELLS:
+        return _best_of_few(matrix)
     import numpy as np  # here: of all peers only a site's master needs them
     from scipy.optimize import linear_sum_assignment
 
-    pilots = sorted({pilot for pilot, _, _ in ranks})
-    lines = sorted({line for _, line, _ in ranks})
-    rows = sum(seats[p] for p in pilots)
-    row_of: dict[int, int] = {}
-    column_of: dict[int, int] = {}
-    owners: list[int] = []
-    goods: list[int] = []
-    for p in pilots:
-        row_of[p] = len(owners)
-        owners += [p] * seats[p]
-    for line in lines:
-        column_of[line] = len(goods)
-        goods += [line] * min(units[line], rows)
-    if not owners or not goods:
-        return []
-    values = {(p, line): rank for p, line, rank in ranks}
-    # a pair that is not to be is worth less than all that are, together
-    least = min(values.values())
-    spread = 1.0 + max(values.values()) - least
-    none = -spread * (min(len(owners), len(goods)) + 1)
-    matrix: Any = np.full((len(owners), len(goods)), none)
-    for (p, line), rank in values.items():
-        worth = rank - otherwise[p][0] if p in otherwise else rank - least + 1.0
-        r, c = row_of[p], column_of[line]
-        matrix[r : r + seats[p], c : c + min(units[line], rows)] = worth
-    counted: dict[tuple[int, int], int] = {}
-    chosen_rows, chosen_columns = linear_sum_assignment(matrix, maximize=True)
-    for r, c in zip(chosen_rows.tolist(), chosen_columns.tolist(), strict=True):
-        if matrix[r, c] > none:
-            pair = (owners[r], goods[c])
-            counted[pair] = counted.get(pair, 0) + 1
-    return [(pilot, line, count) for (pilot, line), count in counted.items()]
+    rows, columns = linear_sum_assignment(np.array(matrix), maximize=True)
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def preload() -> None:
+    """What a master needs for its first large round takes a moment to be read."""
+    import scipy.optimize  # noqa: F401
+
+
+def _assign_many(
+    seats: Sequence[int], units: Sequence[int], ranks: Ranks, lift: float, cells_max: int
+) -> Chosen | None:
+    """As `_assign_few`, of thousands of ranks, in arrays; None if the matrix is too large."""
+    import numpy as np
+    from scipy.optimize import linear_sum_assignment
+
+    pilots, lines, values = map(np.array, (ranks.pilots, ranks.lines, ranks.values))
+    places, goods = np.array(seats), np.array(units)
+    abundant = goods[lines] >= int(places.sum())
+    otherwise = np.full(len(places), -np.inf)
+    np.maximum.at(otherwise, pilots[abundant], values[abundant])
+    theirs = otherwise[pilots]
+    gains = np.where(np.isfinite(theirs), values - theirs, values + lift)
+    scarce = ~abundant & (goods[lines] > 0) & (gains > 0) & (places[pilots] > 0)
+    some, among = np.unique(pilots[scarce]), np.unique(lines[scarce])
+    rows = int(places[some].sum())
+    width = np.minimum(goods[among], rows)
+    if rows * int(width.sum()) > cells_max:
+        return None
+    found: Chosen = []
+    left = places.copy()
+    if rows:
+        table = np.zeros((len(some), len(among)))
+        at = np.searchsorted(some, pilots[scarce]), np.searchsorted(among, lines[scarce])
+        table[at] = gains[scarce]
+        owners, wares = np.repeat(some, places[some]), np.repeat(among, width)
+        whole = np.repeat(np.repeat(table, places[some], 0), width, 1)
+        row, column = linear_sum_assignment(whole, maximize=True)
+        good = whole[row, column] > 0
+        pairs = np.stack((owners[row[good]], wares[column[good]]), 1)
+        chosen, counts = np.unique(pairs, axis=0, return_counts=True)
+        for (pilot, line), count in zip(chosen.tolist(), counts.tolist(), strict=True):
+            found.append((pilot, line, count))
+            left[pilot] -= count
+    first: dict[int, int] = {}
+    top = abundant & (values >= theirs)
+    for pilot, line in zip(pilots[top].tolist(), lines[top].tolist(), strict=True):
+        first.setdefault(pilot, line)
+    return found + [(p, line, int(left[p])) for p, line in first.items() if left[p] > 0]
+
+
+def _best_of_few(matrix: list[list[float]]) -> list[tuple[int, int]]:
+    """By shortest augmenting paths."""
+    if len(matrix) > len(matrix[0]):
+        turned = [list(column) for column in zip(*matrix, strict=True)]
+        return [(row, column) for column, row in _best_of_few(turned)]
+    count, width = len(matrix), len(matrix[0])
+    by_row, by_column = [0.0] * (count + 1), [0.0] * (width + 1)  # potentials
+    taken = [0] * (width + 1)  # by which row, counted from 1; 0: by none
+    for row in range(1, count + 1):
+        taken[0] = row
+        at = 0
+        least = [math.inf] * (width + 1)
+        before = [0] * (width + 1)
+        seen = [False] * (width + 1)
+        while True:
+            seen[at] = True
+            costs = matrix[taken[at] - 1]
+            step, following = math.inf, 0
+            for column in range(1, width + 1):
+                if seen[column]:
+                    continue
+                cost = -costs[column - 1] - by_row[taken[at]] - by_column[column]
+                if cost < least[column]:
+                    least[column], before[column] = cost, at
+                if least[column] < step:
+                    step, following = least[column], column
+            for column in range(width + 1):
+                if seen[column]:
+                    by_row[taken[column]] += step
+                    by_column[column] -= step
+                else:
+                    least[column] -= step
+            at = following
+            if not taken[at]:
+                break
+        while at:
+            taken[at] = taken[before[at]]
+            at = before[at]
+    return [(taken[column] - 1, column - 1) for column in range(1, width + 1) if taken[column]]

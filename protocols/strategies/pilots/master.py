@@ -20,10 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...config import Config
-from ...matching import plus, slots
+from ...matching import plus, slots, unmet
 from ...members import Members, State
 from ...messages import (
-    ID_BYTES,
     Assign,
     Bid,
     Capacity,
@@ -32,6 +31,7 @@ from ...messages import (
     Landing,
     Line,
     Member,
+    Needs,
     PostUnits,
     TaskList,
     Ticket,
@@ -39,17 +39,21 @@ from ...messages import (
     Wanting,
 )
 from ...rpc import Rpc
-from .assignment import assign
+from .assignment import Ranks, assign
 from .listing import List
-from .pilot import Pilot
+from .pilot import HIGH, LOW, Pilot
+from .ranking import by_default
 from .site import Site
 
-LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
 EXCERPT_MAX = 400
 PLAIN_MAX = 64
 SEATS_MAX = 64  # of one pilot, in the matrix
 AHEAD_MAX = 1000  # units that may wait in one pilot's queue
 HOMES_MAX = 5000
+MISFITS_MAX = 50_000
+BUSY_LINES = 4
+QUEUE_S_MIN = 0.02
+CHUNK_S = 0.02  # of work at least that goes into a queue at once
 MANY = 0.5  # of all pilots may have room: then all are asked
 
 
@@ -80,7 +84,7 @@ class Master:
         config: Config,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.delays: list[float] = []
+        self.busy = asyncio.Event()  # there is much to choose from
         self._rpc = rpc
         self._members = members
         self._site = site
@@ -92,8 +96,10 @@ class Master:
         self._list = List(rng.getrandbits(40))  # another master's versions are others
         self._reading: dict[bytes, set[int]] = {}  # file → lines that read it
         self._plain: dict[int, None] = {}  # lines that read nothing
+        self._quick: set[int] = set()  # lines of short tasks: they may wait in a pilot's queue
         self._fresh: set[int] = set()  # lines since the last round
         self._rooms: dict[bytes, Ticket] = {}  # of those that may have some
+        self._misfits: dict[tuple[bytes, Needs], bool] = {}
         self._held: dict[bytes, tuple[bytes, ...]] = {}
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
@@ -159,11 +165,15 @@ class Master:
             w = order.wanting
             line = Line(order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank)
             self._list.put(line)
+            if len(self._list.lines) > BUSY_LINES:
+                self.busy.set()
             self._fresh.add(order.number)
             for file, _ in w.reads:
                 self._reading.setdefault(file, set()).add(order.number)
-            if not w.reads:
+            if not w.reads and not w.rank:
                 self._plain[order.number] = None
+            if w.runtime_s is not None and w.runtime_s < self._config.queue_s_max:
+                self._quick.add(order.number)
         elif order.open <= 0 and listed:
             self._unlist(order)
 
@@ -171,6 +181,7 @@ class Master:
         self._list.drop(order.number)
         self._fresh.discard(order.number)
         self._plain.pop(order.number, None)
+        self._quick.discard(order.number)
         for file, _ in order.wanting.reads:
             readers = self._reading.get(file)
             if readers is not None:
@@ -209,14 +220,23 @@ class Master:
         pilots = [m.contact.id for m in self._site.pilots()]
         if now - self._swept_at >= self._config.pilots_sweep_s:
             return pilots
-        return [p for p in pilots if p in self._rooms or p not in self._asked]
+        return [p for p in pilots if p not in self._asked or self._may_have_room(p)]
+
+    def _may_have_room(self, pilot: bytes) -> bool:
+        ticket = self._rooms.get(pilot)
+        if ticket is None:
+            return False
+        quick = bool(self._quick) and ticket.queue_s > QUEUE_S_MIN and ticket.queue_units > 0
+        return quick or ticket.free.millicores > 0
 
     def _needs_round(self, now: float) -> bool:
         if not self._list.lines:
             return False
         if now - self._swept_at >= self._config.pilots_sweep_s:
             return True
-        return bool(self._rooms) or len(self._asked) < len(self._site.pilots())
+        return len(self._asked) < len(self._site.pilots()) or any(
+            map(self._may_have_room, self._rooms)
+        )
 
     # ----------------------------------------------------------------- rounds
 
@@ -249,6 +269,8 @@ class Master:
         now = self._now()
         me = self._rpc.me.id
         asked = self._candidates(now)
+        if len(self._plain) == len(self._list.lines) and all(map(self._rooms.get, asked)):
+            return self._share_out(asked)
         pilots = len(self._site.pilots())
         everyone = len(asked) >= MANY * pilots and (
             pilots > 16
@@ -265,7 +287,7 @@ class Master:
             base, came, went = 0, self._excerpt(asked), ()
         message = TaskList.of(
             me, self._round, base, self._list.version, came, went, LOW, HIGH,
-            () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, 0, not everyone,
+            () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, (), not everyone,
         )  # fmt: skip
         self._fresh.clear()
         self.counts["rounds"] += 1
@@ -279,8 +301,47 @@ class Master:
         landings = self._match(round.bids)
         if landings:
             wanted = bool(self._list.lines)
-            self._pilot.assigned(round, Assign.of(me, message.round, tuple(landings), wanted))
+            self._pilot.assigned(Assign.of(me, message.round, tuple(landings), wanted))
         return bool(landings) or bool(self._fresh)
+
+    def _share_out(self, pilots: list[bytes]) -> bool:
+        """Tasks that read nothing: what pilots would bid is known, and they need not be asked."""
+        self._round += 1
+        self.counts["rounds_of_none"] += 1
+        self._fresh.clear()
+        bids = []
+        now = self._now()
+        lines = [self._orders[n] for n in list(self._plain)[:EXCERPT_MAX]]
+        for pilot in pilots:
+            member = self._members.get(pilot)
+            if member is None:
+                continue
+            ranks = []
+            for order in lines:
+                w = order.wanting
+                if pilot not in w.avoid and not self._unmet(member, w.needs):
+                    value = by_default(0, 0, member.traits.speed, now - order.since, w.hangs_s)
+                    ranks.append((order.number, value))
+            bids.append(Bid(pilot, self._rooms[pilot], tuple(ranks[:512])))
+        landings = self._match(bids)
+        for bid in bids:
+            if not bid.ranks:
+                self._rooms.pop(bid.pilot, None)
+        if landings:
+            message = Assign.of(
+                self._rpc.me.id, self._round, tuple(landings), bool(self._list.lines)
+            )
+            self._pilot.assigned(message)
+        return bool(landings)
+
+    def _unmet(self, member: Member, needs: Needs) -> bool:
+        key = (member.contact.id, needs)
+        found = self._misfits.get(key)
+        if found is None:
+            if len(self._misfits) > MISFITS_MAX:
+                self._misfits.clear()
+            found = self._misfits[key] = bool(unmet(member.capacity, member.traits, needs))
+        return found
 
     def _excerpt(self, pilots: Iterable[bytes]) -> tuple[Line, ...]:
         """Of the list: what these hold files of, what is new, and some that anybody may take."""
@@ -309,7 +370,7 @@ class Master:
         index = {order.number: i for i, order in enumerate(orders)}
         tickets = [bid.ticket for bid in bids]
         seats = []
-        ranks = []
+        ranks = Ranks()
         value: dict[tuple[int, int], float] = {}
         for p, bid in enumerate(bids):
             most = 0
@@ -320,7 +381,7 @@ class Master:
                     most = max(most, min(SEATS_MAX, room))
                     value[p, line] = rank
                     if room:
-                        ranks.append((p, line, rank))
+                        ranks.add(p, line, rank)
             seats.append(most)
         units = [order.open for order in orders]
         chosen, exactly = assign(seats, units, ranks)
@@ -355,8 +416,7 @@ class Master:
             landings.append(landing)
             self._relist(order)
         for bid, ticket in zip(bids, tickets, strict=True):
-            if any(ticket.free) and ticket.free.millicores > 0:
-                self._rooms[bid.pilot] = ticket
+            self._rooms[bid.pilot] = ticket
         self.counts["assigned"] += sum(given.values())
         return landings
 
@@ -375,12 +435,16 @@ class Master:
             if units[line] <= 0 or runtime_s is None:
                 continue
             suited = [p for p in range(len(bids)) if (p, line) in value]
-            suited.sort(key=lambda p: (-value[p, line], -tickets[p].queue_s))
+            home = order.home  # has enough to do with all the others
+            suited.sort(key=lambda p: (bids[p].pilot == home, -value[p, line], -tickets[p].queue_s))
             for place, p in enumerate(suited):
                 if units[line] <= 0:
                     break
-                fair = -(-units[line] // (len(suited) - place))
-                count = min(units[line], fair, self._ahead(bids[p].pilot, tickets[p], order))
+                # half of what is fair: who is done first takes of the rest
+                fair = -(-units[line] // (2 * (len(suited) - place)))
+                least = int(CHUNK_S / max(1e-5, self._share_s(bids[p].pilot, order)))
+                count = max(1, least if bids[p].pilot == home else max(fair, least))
+                count = min(units[line], count, self._ahead(bids[p].pilot, tickets[p], order))
                 if count > 0:
                     share_s = count * self._share_s(bids[p].pilot, order)
                     cores = count * order.wanting.needs.capacity.millicores

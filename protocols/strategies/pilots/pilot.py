@@ -23,6 +23,7 @@ from ...config import Config
 from ...matching import slots, unmet
 from ...members import Members
 from ...messages import (
+    ID_BYTES,
     Assign,
     Bid,
     Bids,
@@ -50,10 +51,12 @@ from .site import Site
 COPIES_MAX = 4
 ROUNDS_MAX = 64
 DELEGATES_MAX = 4
+ABOVE_MAX = 32
 RANKS_MAX = 256
 PLAIN_MAX = 256
 HELD_MAX = 64
 MIB = 1 << 20
+LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
 AVOIDED = 1e9  # rank that a task loses where it failed before
 #: of the time a round has, what is left for those one level below
 DEEPER = 0.7
@@ -69,7 +72,6 @@ class _Round:
     parent: Contact | None  # None: this is the master's own
     waiting: set[bytes] = field(default_factory=set)  # delegates whose bids are to come
     bids: list[Bid] = field(default_factory=list)
-    via: dict[bytes, bytes] = field(default_factory=dict)  # pilot → the delegate it is behind
     passing: int = 0
     over: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -99,7 +101,6 @@ class Pilot:
         self._copies: OrderedDict[bytes, Copy] = OrderedDict()
         self._rounds: OrderedDict[RoundKey, _Round] = OrderedDict()
         self._meets: dict[Needs, bool] = {}
-        self._master = b""
         self._wanted_until = 0.0
         self._told = Ticket(Capacity())
         self._wake = asyncio.Event()
@@ -117,7 +118,7 @@ class Pilot:
             if not copy.follow(message.base, message.version, message.came, message.went, now):
                 self.counts["behind"] += 1
                 return TaskListed(behind=True)
-        self._master, self._wanted_until = message.master, now + WANTED_S
+        self._wanted_until = now + WANTED_S
         key = (message.master, message.round)
         if key not in self._rounds:
             self.counts["rounds"] += 1
@@ -168,9 +169,11 @@ class Pilot:
         loop = asyncio.get_running_loop()
         end = loop.time() + message.wait_s
         if message.among:
-            known: list[bytes] = [p for p in message.among if p != me]
+            known: list[bytes] = list(message.among)
         else:
-            known = [m.contact.id for m in self._site.pilots() if m.contact.id != me]
+            known = [m.contact.id for m in self._site.pilots()]
+        above = {me, *message.above}
+        known = [peer for peer in known if peer not in above]
         regions = divide(message.low, message.high, known)
         round.passing = len(regions)
         work = [self._tasks.spawn(self._pass_on(round, region, message)) for region in regions]
@@ -219,7 +222,7 @@ class Pilot:
                 "high": region.high,
                 "among": region.peers if message.among else (),
                 "wait_s": message.wait_s * DEEPER,
-                "depth": message.depth + 1,
+                "above": (*message.above, self._rpc.me.id)[-ABOVE_MAX:],
             }
         )
         round.waiting.add(delegate)
@@ -244,8 +247,6 @@ class Pilot:
         if round is None or round.over:
             self.counts["too_late"] += 1  # it is in the next round
             return Done()
-        for bid in message.bids:
-            round.via[bid.pilot] = sender.id
         round.bids.extend(message.bids)
         round.waiting.discard(sender.id)
         round.news.set()
@@ -311,38 +312,38 @@ class Pilot:
     # ----------------------------------------------------------------- landing
 
     def _assign(self, sender: Contact, message: Assign) -> Done:
-        round = self._rounds.get((message.master, message.round))
-        self.assigned(round, message)
+        self.assigned(message)
         return Done()
 
-    def assigned(self, round: _Round | None, message: Assign) -> None:
-        """Own landings, and on to those behind whom the others bid."""
+    def assigned(self, message: Assign) -> None:
+        """Own landings, and on to one of each region of the others."""
         me = self._rpc.me.id
-        further: dict[bytes, list[Landing]] = {}
+        others: dict[bytes, list[Landing]] = {}
         for landing in message.landings:
             if landing.pilot == me:
                 self._land(landing, message)
-            elif round is not None and landing.pilot in round.via:
-                further.setdefault(round.via[landing.pilot], []).append(landing)
             else:
-                self.counts["astray"] += 1
-        for delegate, landings in further.items():
-            self._tasks.spawn(self._assign_to(delegate, message, tuple(landings)))
+                others.setdefault(landing.pilot, []).append(landing)
+        for region in divide(LOW, HIGH, list(others)):
+            part = [landing for peer in region.peers for landing in others[peer]]
+            self._tasks.spawn(self._assign_to(region.peers, message, tuple(part)))
         self._told = self._ticket()
-        self._master, self._wanted_until = message.master, self._now() + WANTED_S
+        self._wanted_until = self._now() + WANTED_S
         self._wake.set()
 
     async def _assign_to(
-        self, delegate: bytes, message: Assign, landings: tuple[Landing, ...]
+        self, peers: tuple[bytes, ...], message: Assign, landings: tuple[Landing, ...]
     ) -> None:
-        contact = self._members.contact(delegate)
         part = Assign.of(message.master, message.round, landings, message.wanted)
-        try:
-            if contact is None:
-                raise CallFailed("it is gone")
-            await self._rpc.call(contact, part, Done, self._config.pilots_round_s)
-        except CallFailed:
-            self.counts["assignments_lost"] += len(landings)  # their homes say again what they want
+        for peer in peers[:DELEGATES_MAX]:
+            contact = self._members.contact(peer)
+            try:
+                if contact is not None:
+                    await self._rpc.call(contact, part, Done, PASS_ON_S)
+                    return
+            except CallFailed:
+                self.counts["delegates_silent"] += 1
+        self.counts["assignments_lost"] += len(landings)  # their homes say again what they want
 
     def _land(self, landing: Landing, message: Assign) -> None:
         home = self._members.contact(landing.home)

@@ -45,7 +45,7 @@ from .site import Site
 
 UNITS_PER_MESSAGE = 1000
 READS_MAX = 16
-GATHER_S = 0.001
+GATHER_S = 0.0
 AGAIN_S = 0.2
 _NO_NEEDS = Needs()
 
@@ -126,7 +126,9 @@ class Pilots:
         return None if group is None else group.reason
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
-        """Pilots tell their master."""
+        """Pilots tell their master; but a run time may have become known."""
+        if any(group.size is None for group in self._waiting.groups.values()):
+            self._wake.set()
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._wake.set()
@@ -282,7 +284,7 @@ class Pilots:
             f" which ranked it at {message.rank:.6g}",
         )
         for lease in message.leases:
-            unit = self._waiting.pop(group, near=sender.id) if group is not None else None
+            unit = self._waiting.pop(group) if group is not None else None
             if unit is None:
                 unused.append(lease)
             else:
