@@ -20,6 +20,7 @@ from typing import Any
 
 from valence.display import Display
 
+from . import queues
 from .hosts import Hosts
 from .processes import Processes, until
 
@@ -354,6 +355,8 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "lossy": lossy,
     "full": full,
     "keepers": keepers,
+    "pilots": queues.pilots,
+    "queue": queues.queue,
 }
 
 

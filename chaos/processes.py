@@ -22,11 +22,14 @@ VALENCE = [sys.executable, "-m", "valence"]
 
 
 class Processes:
-    def __init__(self, home: Path, peers: int, *more: str, keepers: int = 3) -> None:
+    def __init__(
+        self, home: Path, peers: int, *more: str, keepers: int = 3, **variables: str
+    ) -> None:
         self.home = home
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
         self.environment["VALENCE_HOME"] = str(home)
         self.environment["VALENCE_KEEPERS"] = str(keepers)
+        self.environment.update(variables)
         self.gone: set[str] = set()
         self._again: list[subprocess.Popen[bytes]] = []
         up = [*VALENCE, "up", "--peers", str(peers), "--detach", *more]

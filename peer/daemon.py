@@ -32,12 +32,15 @@ from .attempt import Workshop
 from .blobs import Blobs
 from .database import Database, DatabaseError
 from .enactment import Enactment
+from .gateway import Gateway
+from .home import Home
 from .http import Http
 from .identity import Identity, tls_contexts, write_private
 from .link import NOBODY, Link
 from .metrics import Metrics
 from .nursery import adopt_orphans
 from .processes import Processes
+from .queue import QueueClient
 from .routes import VERSION
 from .sandbox import Sandbox
 from .seal import Seal
@@ -64,6 +67,12 @@ class AlreadyRunning(Exception):
 
 
 class Daemon:
+    what = "peer"
+    home_class: type[Home] = Home
+    http_class: type[Http] = Http
+    gateway_class: type[Gateway] = Gateway
+    transfer_class: type[Transfer] = Transfer
+
     def __init__(self, settings: Settings, nursery: socket.socket) -> None:
         self._settings = settings
         self._nursery = nursery
@@ -77,6 +86,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._moved = asyncio.Event()  # somebody came, went or is doubted
         self._grace_s = settings.grace
+        self._queue = QueueClient(settings) if settings.queue else None
         self._data = settings.data.absolute()  # the nursery goes from directory to directory
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,12 +116,7 @@ class Daemon:
 
         self.rpc = Rpc(me, self.link, rng, config)
         self.rpc.on_error = lambda where, error: log.error("serving %s", where, exc_info=error)
-        capacity = Capacity(
-            millicores=settings.capacity_millicores(),
-            memory_bytes=settings.capacity_memory_bytes(),
-            disk_bytes=settings.disk,
-            gpus=settings.gpus,
-        )
+        capacity = self._capacity()
         traits = Traits(
             arch=settings.arch(),
             os=settings.os_name(),
@@ -132,7 +137,9 @@ class Daemon:
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
-        self.transfer = Transfer(self.rpc, self.blobs, self.members, self.records, time.time, rng)
+        self.transfer = self.transfer_class(
+            self.rpc, self.blobs, self.members, self.records, time.time, rng
+        )
         storage = Storage(settings, self.blobs)
         self.transfer.from_origin = storage.fetch
         self.processes = Processes(self._nursery, data)
@@ -152,8 +159,11 @@ class Daemon:
             rng=rng,
             config=config,
             storage=storage,
+            exchange=self._queue.exchange if self._queue is not None else None,
+            home=self.home_class,
+            gateway=self.gateway_class,
         )
-        self.http = Http(
+        self.http = self.http_class(
             gateway=self.enactment.gateway,
             blobs=self.blobs,
             transfer=self.transfer,
@@ -164,6 +174,7 @@ class Daemon:
             blob_arrived=self.enactment.home.blob_arrived,
             clock=time.time,
         )
+        self.wire()
         self._measure()
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw
@@ -187,7 +198,25 @@ class Daemon:
             ("preloading", self._preload()),
         ):
             self._run(name, work)
-        log.info("peer %s is up: %s, HTTP %s", identity.id.hex()[:8], _at(me), self.members.me.http)
+        log.info(
+            "%s %s is up: %s, HTTP %s",
+            self.what,
+            identity.id.hex()[:8],
+            _at(me),
+            self.members.me.http,
+        )
+
+    def _capacity(self) -> Capacity:
+        settings = self._settings
+        return Capacity(
+            millicores=settings.capacity_millicores(),
+            memory_bytes=settings.capacity_memory_bytes(),
+            disk_bytes=settings.disk,
+            gpus=settings.gpus,
+        )
+
+    def wire(self) -> None:
+        """For daemons of another kind: their parts, made known to each other."""
 
     async def _count_boot(self) -> int:
         """How often this peer has started: others tell its lives apart by it."""
@@ -429,6 +458,8 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.enactment.close()
         await self.transfer.close()
+        if self._queue is not None:
+            await self._queue.close()
         await self.liveness.close()
         await self.rpc.close()
         await self.link.close()
@@ -481,6 +512,11 @@ class Daemon:
         )
         add("cells", "Claims and tickets in its cells", lambda: dict(self.enactment.owner.counts))
         add("tickets", "Tickets of this peer", lambda: dict(self.enactment.booth.counts))
+        add(
+            "pilot", "Rounds that this peer took part in", lambda: dict(self.enactment.pilot.counts)
+        )
+        add("master", "Rounds that this peer called", lambda: dict(self.enactment.master.counts))
+        add("relay", "What went to and from a queue", lambda: dict(self.enactment.relay.counts))
         add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(

@@ -34,6 +34,7 @@ from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
 from protocols.strategies.tickets.owner import Owner
 from protocols.strategies.tickets.space import Space
+from protocols.strategy import Placed
 
 from .answers import Answers
 from .blobs import Blobs
@@ -44,6 +45,7 @@ from .holds import Holds
 from .home import Home
 from .journal import Journal
 from .locate import Locate
+from .relay import Exchange, Relay, is_queued
 from .shelf import Shelf
 from .storage import Storage
 from .transfer import Transfer
@@ -65,6 +67,9 @@ class Enactment:
         rng: random.Random,
         config: Config,
         storage: Storage | None = None,
+        exchange: Exchange | None = None,
+        home: type[Home] = Home,
+        gateway: type[Gateway] = Gateway,
     ) -> None:
         self.members = members
         self._liveness = liveness
@@ -83,7 +88,7 @@ class Enactment:
         shelf = Shelf(database, clock)
         self.keeping = Keeping(rpc, members, shelf, clock, rng, config)
         self.journal = Journal(database, shelf, self.keeping)
-        self.home = Home(
+        self.home = home(
             rpc=rpc,
             members=members,
             records=records,
@@ -119,10 +124,11 @@ class Enactment:
             executor.reserve, executor.ticket, lambda: blobs.cache.prefixes,
         )  # fmt: skip
         self.master = Master(rpc, members, self.site, self.pilot, rng, config)
-        self.pilots = Pilots(
-            rpc, members, self.site, rng, config, self.home.placed, self.home.estimate
-        )
+        self.pilots = Pilots(rpc, members, self.site, rng, config, self._placed, self.home.estimate)
         self.home.use(self.pilots)
+        self.relay = Relay(rpc, members, self.site, self.pilots, rng, exchange)
+        self.home.relay = self.relay.report
+        self.home.still_held_elsewhere = self.relay.still_held
         self.executor.on_room = self._room_changed
         self.executor.on_consumed = self.layer.consumed
         self.elections = Elections(self.keeping, self.home.take_up)
@@ -131,10 +137,11 @@ class Enactment:
         answers = Answers(self.home, rpc, clock)
         locate = Locate(rpc, members, records, self.journal)
         reason = self.elections.reason
-        self.gateway = Gateway(rpc, members, self.home, answers, locate, rng, reason)
+        self.gateway = gateway(rpc, members, self.home, answers, locate, rng, reason)
         self.executor.take_own = self.home.take_own
-        self.executor.find_home = locate.home
-        self.holds = Holds(rpc, members, blobs, locate.home)
+        self._locate = locate
+        self.executor.find_home = self._find_home
+        self.holds = Holds(rpc, members, blobs, self._find_home)
         self._transfer = transfer
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
@@ -167,6 +174,8 @@ class Enactment:
             ("pilot", self.pilot.run()),
             ("master pilot", self.master.run()),
             ("pilots", self.pilots.run()),
+            ("relay", self.relay.run()),
+            ("relayed", self.relay.given.watch()),
             ("given", self.home.given.watch()),
             ("holds", self.holds.run()),
             ("catalog", self._transfer.run()),
@@ -181,17 +190,32 @@ class Enactment:
         self.layer.changed()
         self.pilot.changed()
 
+    def _placed(self, batch: list[Placed]) -> None:
+        """Of workflows whose home is here; or of tasks that were pulled from a queue."""
+        pulled = [one for one in batch if is_queued(one.unit.key.workflow)]
+        if pulled:
+            self.relay.placed(pulled)
+        if len(pulled) < len(batch):
+            self.home.placed([one for one in batch if not is_queued(one.unit.key.workflow)])
+
+    async def _find_home(self, workflow: str) -> bytes | None:
+        if is_queued(workflow) and self.relay.exchange is not None:
+            return self.site.master(self.site.name)
+        return await self._locate.home(workflow)
+
     def _stir(self) -> None:
         self._liveness.stir()
         self.elections.stir()
 
     def _watched(self) -> set[bytes]:
         """Peers whose death would be this one's business: at work for it, keeping with it."""
-        return {*self.home.given.peers(), *self.keeping.company()}
+        given = (*self.home.given.peers(), *self.relay.given.peers())
+        return {*given, *self.keeping.company()}
 
     async def close(self) -> None:
         await self.executor.close()
         await self.holds.close()
+        await self.relay.close()
         await self.home.close()
         await self.owner.close()
         await self.chemical.close()

@@ -30,6 +30,7 @@ from protocols.admission import Admission
 from protocols.members import Members, State
 from protocols.messages import (
     Abort,
+    AskHeld,
     AttemptKey,
     Commit,
     Committed,
@@ -38,6 +39,7 @@ from protocols.messages import (
     Described,
     Done,
     Grant,
+    HeldHere,
     Inquire,
     Inquired,
     Member,
@@ -79,6 +81,7 @@ EPOCHS_MAX = 10_000
 STILL_WANTED_MAX = 500
 #: what nobody has known anything of for so long is not reported any more
 UNKNOWN_S_MAX = 600.0
+QUEUED = "q"  # see peer.home
 
 
 FindHome = Callable[[str], Awaitable[bytes | None]]
@@ -188,6 +191,7 @@ class Executor:
             (Abort, self._abort),
             (Inquire, self._inquire),
             (Describe, self._describe),
+            (AskHeld, self._ask_held),
         ):
             rpc.on(kind, handler)  # type: ignore[arg-type]
         members.listen(self._member_changed)
@@ -603,7 +607,7 @@ class Executor:
             size = 0
             for key, (ended, _) in box.items():
                 batch[key] = ended
-                size += _size_bytes(ended)
+                size += size_bytes(ended)
                 if len(batch) >= REPORT_OUTCOMES_MAX or size >= REPORT_BYTES_MAX:
                     break
             contact = self._members.contact(home)
@@ -722,6 +726,13 @@ class Executor:
 
         return Inquired(states=tuple(map(state, message.keys)))
 
+    def _ask_held(self, sender: Contact, message: AskHeld) -> HeldHere:
+        """Attempts of a task queue's workflows, in any state."""
+        keys = [key for key in self._held if key.workflow.startswith(QUEUED)]
+        boxes = self._outbox.values()
+        keys += [key for box in boxes for key in box if key.workflow.startswith(QUEUED)]
+        return HeldHere(keys=tuple(dict.fromkeys(keys))[:20_000])
+
     def _describe(self, sender: Contact, message: Describe) -> Described:
         return Described(
             free=self._admission.free,
@@ -805,7 +816,7 @@ def _moved(found: object, ahead: Moved) -> Moved:
     return Moved(max(0, own.local - early), own.peer + ahead.peer, own.origin + ahead.origin)
 
 
-def _size_bytes(ended: Outcome) -> int:
+def size_bytes(ended: Outcome) -> int:
     """About how many bytes it takes in a message."""
     value = len(ended.value.data) if ended.value else 0
     files = sum(len(file.name) + 60 for file in ended.outputs)

@@ -57,6 +57,7 @@ class Gateway:
         rng: random.Random,
         why_vacant: Callable[[str], str],
     ) -> None:
+        self.prefix = "w"  # of the ids of workflows
         self._rpc = rpc
         self._members = members
         self._locate = locate
@@ -137,12 +138,12 @@ class Gateway:
             first = str(error.problems[0])
             detail = first if count == 1 else f"{count} problems; the first is {first}"
             raise Problem(422, detail, errors) from None
-        id = new_id(self._rpc.me.id, self._rng)
+        id = new_id(self._rpc.me.id, self._rng, self.prefix)
         key = options.get("idempotency")
         if key is not None:
             # the id follows from the key, so that every peer finds the first submission
             digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
-            id = f"w{digest[:16]}"
+            id = f"{self.prefix}{digest[:16]}"
             options["document"] = hashlib.sha256(text).hexdigest()
             try:
                 await self._same(owner, id, options)

@@ -20,7 +20,7 @@ import logging
 import random
 import sqlite3
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +86,15 @@ CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
+QUEUED = "q"  # so begin the ids of workflows that are in a task queue
+
+
+#: outcomes of a peer, and what becomes of them
+Relay = Callable[[bytes, list[Outcome]], Awaitable[Reported]]
+
+
+async def _nowhere(peer: bytes, outcomes: list[Outcome]) -> Reported:
+    return Reported(kept=(), unknown=tuple(ended.key for ended in outcomes))
 
 
 class Home:
@@ -105,6 +114,8 @@ class Home:
         self.counts: Counter[str] = Counter()
         self.journal = journal
         self.closed = False  # this peer is leaving
+        self.relay: Relay = _nowhere  # outcomes of workflows that are a task queue's
+        self.still_held_elsewhere: Callable[[StillHeld], Awaitable[Unheld]] | None = None
         self.given = Given(rpc, members, journal.keeping.epoch, self._lost)
         self.twins = Twins(journal.keeping, self._is_mine, self._cancel)
         self.slow = Slow(self.active, clock, self._begin_beside)
@@ -257,15 +268,20 @@ class Home:
         for task in run.tasks.values():
             if task.state == "retrying":
                 run._set(task, "waiting")
+        self._resume(run)
+        self._mend_those(run, run.tasks)
+        self._stage_again(run, list(run.staged))
+        self._begin(run)
+
+    def _resume(self, run: Run) -> None:
+        """Ask about what runs somewhere, as the journal says."""
+        for task in run.tasks.values():
             for attempt in task.attempts:
                 if attempt.state == "running" and task.state == "running":
                     self.given.add(attempt.peer, _key(run, task.id, attempt.number))
                     self.given.doubt(attempt.peer)
         for peer in [p for p in self.given.peers() if not self._members.is_alive(p)]:
             self._run_elsewhere(peer)
-        self._mend_those(run, run.tasks)
-        self._stage_again(run, list(run.staged))
-        self._begin(run)
 
     def _stage_again(self, run: Run, names: Iterable[str]) -> bool:
         """Inputs that went with all who held them are brought in anew; True if there are any."""
@@ -662,8 +678,12 @@ class Home:
         by_run: dict[str, list[Outcome]] = defaultdict(list)
         unknown: list[AttemptKey] = []
         moved: dict[str, bytes] = {}
+        relayed: list[Outcome] = []
         for ended in message.outcomes:
             id = ended.key.workflow
+            if id.startswith(QUEUED):
+                relayed.append(ended)
+                continue
             self._heard_of(sender.id, ended)
             if self.knows(id):  # elected, but not in office yet, is not enough
                 by_run[id].append(ended)
@@ -691,6 +711,11 @@ class Home:
             if counts
             for ended in outcomes
         ]
+        if relayed:
+            found = await self.relay(sender.id, relayed)
+            kept += found.kept
+            unknown += found.unknown
+            moved.update(found.moved)
         return Reported(kept=tuple(kept), unknown=tuple(unknown), moved=tuple(moved.items()))
 
     def _still_wanted(self, sender: Contact, message: StillWanted) -> Wanted:
@@ -714,6 +739,9 @@ class Home:
     async def _still_held(self, sender: Contact, message: StillHeld) -> Unheld:
         """Only the home can say, and only of what counts: another home might undo the rest."""
         id = message.workflow
+        elsewhere = self.still_held_elsewhere
+        if id.startswith(QUEUED) and not self.knows(id) and elsewhere is not None:
+            return await elsewhere(message)
         run = self._active.get(id) or (self.get(id) if self.journal.is_over(id) else None)
         found = run.unwanted(message.hashes) if run is not None else []
         if run is None or (not run.over and not await self._counts_now(id)):

@@ -66,6 +66,8 @@ _TITLES = {
 
 
 class Http:
+    scopes = _SCOPES
+
     def __init__(
         self,
         *,
@@ -104,6 +106,7 @@ class Http:
         for route in ROUTES:
             path = route.path.replace("{name}", "{name:.+}")
             app.router.add_route(route.method, path, getattr(self, "_" + route.handler))
+        await self.add_routes(app)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -119,6 +122,9 @@ class Http:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._doors, host, port, backlog=1024)
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def add_routes(self, app: web.Application) -> None:
+        """For services that have more of them."""
 
     async def stop(self) -> None:
         self._stopping.set()
@@ -183,7 +189,7 @@ class Http:
         """By the route's scope; and neither who guesses nor who asks too fast is served.
 
         Whose token it is, for limits; empty where none is needed."""
-        scope = _SCOPES.get(getattr(request.match_info.handler, "__name__", ""), "read")
+        scope = self.scopes.get(getattr(request.match_info.handler, "__name__", ""), "read")
         if scope == "open":
             return ""
         now = asyncio.get_running_loop().time()

@@ -21,7 +21,7 @@ from .settings import Settings, SettingsError, from_arguments
 FILES_MAX = 16_384
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
     """Until it is told to leave; the exit code."""
     logging.basicConfig(
         level=logging.ERROR if settings.quiet else logging.INFO,
@@ -41,12 +41,12 @@ def run(settings: Settings) -> int:
     channel, _ = nursery.start()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(settings, channel))
+            return runner.run(_live(settings, channel, kind))
     except AlreadyRunning as error:
-        print(f"valence peer: {error}", file=sys.stderr)
+        print(f"valence {kind.what}: {error}", file=sys.stderr)
         return 1
     except (OSError, ValueError, sqlite3.Error, DatabaseError) as error:
-        print(f"valence peer: it can't start: {error}", file=sys.stderr)
+        print(f"valence {kind.what}: it can't start: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -62,8 +62,8 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _live(settings: Settings, channel: object) -> int:
-    daemon = Daemon(settings, channel)  # type: ignore[arg-type]
+async def _live(settings: Settings, channel: object, kind: type[Daemon]) -> int:
+    daemon = kind(settings, channel)  # type: ignore[arg-type]
     await daemon.start()
     try:
         await daemon.serve()

@@ -466,7 +466,9 @@ class Run:
             return None
         for file in task.won.outputs:
             if file.name == name:
-                return self._where(file._replace(holders=self._holders(task, file.hash)))
+                # (who made it for a task queue has said where it is: its site is no holder)
+                holders = file.holders or self._holders(task, file.hash)
+                return self._where(file._replace(holders=holders))
         return None
 
     def _where(self, file: File) -> File:

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,6 +80,7 @@ class Settings(BaseModel):
     revoked: Names = Field((), description="ids of tokens that are not taken any more")
     sandbox: str = Field("off", description="off, or bwrap: what tasks run in")
     site: str = Field("default", max_length=100, description="where this peer stands")
+    queue: str = Field("", description="URL of a task queue that this peer's site pulls from")
     cpus: float = Field(default=0.0, ge=0, le=100_000, description="cores to offer; 0: all")
     memory: Size = Field(0, description="memory to offer; 0: nine tenths of all")
     disk: Size = Field(10 * 2**30, description="quota for files")
@@ -122,9 +123,11 @@ class Settings(BaseModel):
         return platform.system().lower() or "unknown"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, among: Collection[str] = ()) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file with settings")
     for name, field in Settings.model_fields.items():
+        if among and name not in among:
+            continue
         flag = "--" + name.replace("_", "-")
         if field.annotation is bool:
             parser.add_argument(flag, action="store_true", default=None, help=field.description)

@@ -125,8 +125,11 @@ class Storage:
 
     async def _read_http(self, url: str) -> AsyncIterator[bytes | int | None]:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
+        headers = {}
+        if self._settings.queue and url.startswith(self._settings.queue.rstrip("/") + "/v1/blobs/"):
+            headers["Authorization"] = f"Bearer {self._settings.token}"
         async with (
-            aiohttp.ClientSession(timeout=limit) as session,
+            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
             session.get(url, raise_for_status=True) as response,
         ):
             packed = "Content-Encoding" in response.headers

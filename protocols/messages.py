@@ -957,6 +957,45 @@ class Idle(Message):
     ] = ()
 
 
+@numbered(87)
+class PullTasks(Message):
+    """From a site's master pilot to a task queue, in bulk: who is there, what has ended, what was
+    lost, and how many more tasks there is room for. The same `request` is the same request: it is
+    answered with what it was answered before. `anew`: this master has just begun, or the queue;
+    all attempts that are at the site are `held`, and there are no others."""
+
+    site: Word
+    token: Natural  # of this master's time in office
+    request: Natural
+    pilots: Annotated[tuple[Member, ...], Field(max_length=5000)] = ()  # if that has changed
+    dead: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
+    outcomes: Annotated[tuple[tuple[PeerId, Outcome], ...], Field(max_length=2000)] = ()
+    lost: Annotated[tuple[tuple[AttemptKey, Text], ...], Field(max_length=20_000)] = ()
+    want: Natural = 0
+    anew: bool = False
+    held: Annotated[tuple[AttemptKey, ...], Field(max_length=50_000)] = ()
+
+
+@numbered(88)
+class PulledTasks(Message):
+    """`again`: who asks is to begin anew. `kept`: outcomes that count now."""
+
+    works: Annotated[tuple[Work, ...], Field(max_length=2000)] = ()
+    kept: Annotated[tuple[AttemptKey, ...], Field(max_length=2000)] = ()
+    ended: Annotated[tuple[AttemptKey, ...], Field(max_length=20_000)] = ()  # not wanted any more
+    again: bool = False
+
+
+@numbered(89, repeatable=True)
+class AskHeld(Message):
+    """From a new master to a pilot: attempts of a queue's workflows that are here, in any state."""
+
+
+@numbered(90)
+class HeldHere(Message):
+    keys: Annotated[tuple[AttemptKey, ...], Field(max_length=20_000)]
+
+
 @numbered(57, repeatable=True)
 class StillWanted(Message):
     """From an executing peer to a home: attempts of gangs, which might wait for others that never

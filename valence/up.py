@@ -24,7 +24,7 @@ from typing import Any
 from . import local
 from .display import Display
 
-PASSED_ON = ("VALENCE_S3_", "VALENCE_FILES")
+PASSED_ON = ("VALENCE_S3_", "VALENCE_FILES", "VALENCE_QUEUE")
 START_S_MAX = 60.0
 STOP_S_MAX = 15.0
 HTTP_PORT = 8470

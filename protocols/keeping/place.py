@@ -17,8 +17,8 @@ from ..overlay.overlays import far
 PLACE_DIGITS = 4
 
 
-def new_id(me: bytes, rng: random.Random) -> str:
-    return f"w{rng.getrandbits(48):012x}{me.hex()[:PLACE_DIGITS]}"
+def new_id(me: bytes, rng: random.Random, prefix: str = "w") -> str:
+    return f"{prefix}{rng.getrandbits(48):012x}{me.hex()[:PLACE_DIGITS]}"
 
 
 def place(workflow: str) -> bytes:

@@ -1,0 +1,322 @@
+"""The task queue: workflows enacted here, their tasks pulled by the sites' master pilots in bulk.
+
+It is a home like any peer's, with a journal of its own and nobody to share it with, and places
+tasks by one criterion: the site that asks. Whatever is finer is the site's own business.
+
+Rules:
+- A task that was given out is at its site until its outcome came, its loss was reported, or a new
+  master of the site does not have it. The journal says so before the task is on its way.
+- Two requests with one number are one request.
+- A site that says nothing for long is lost, with all that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from peer.home import Home
+from peer.run import Run, TaskState
+from protocols.keeping.keeping import Deposed
+from protocols.messages import (
+    AttemptKey,
+    Capacity,
+    Contact,
+    File,
+    Member,
+    Outcome,
+    PulledTasks,
+    PullTasks,
+    StillHeld,
+    Unheld,
+    Work,
+)
+from protocols.rpc import Refused
+from protocols.strategy import Placed, Placement, Unit
+from workflow.model import Workflow
+
+log = logging.getLogger("valence.queue")
+
+SITE_LOST_S = 120.0
+LOOK_S = 5.0
+WORKS_MAX = 1000
+SITES_MAX = 1000
+NEAR_DEPTH = 200
+
+
+def site_id(name: str) -> bytes:
+    """In the journal a site stands where else a peer does."""
+    return hashlib.blake2b(f"site:{name}".encode(), digest_size=20).digest()
+
+
+@dataclass(slots=True)
+class SiteState:
+    name: str
+    token: int = 0
+    number: int = -1
+    answer: PulledTasks | None = None
+    heard_at: float = 0.0
+    pilots: dict[bytes, Member] = field(default_factory=dict)
+    to_end: dict[AttemptKey, None] = field(default_factory=dict)
+    given: int = 0
+    done: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Pulled:
+    """A strategy that waits to be asked."""
+
+    name = "queue"
+
+    def __init__(self, sites: dict[str, SiteState], now: Callable[[], float]) -> None:
+        self._sites = sites
+        self._now = now
+        self._units: dict[AttemptKey, Unit] = {}
+        self._heaps: dict[str | None, list[tuple[float, int, Unit]]] = defaultdict(list)
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.key not in self._units:
+                self._units[unit.key] = unit
+                self._order += 1
+                row = (self._now() - unit.rank, self._order, unit)
+                heapq.heappush(self._heaps[unit.needs.site], row)
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None:
+        for key in keys:
+            self._units.pop(key, None)
+
+    def take(self, site: SiteState, count: int) -> list[Unit]:
+        """The next ones for this site; of those that could go anywhere, first what it has the files
+        of."""
+        found: list[Unit] = []
+        for which in (site.name, None):
+            heap = self._heaps.get(which, [])
+            later: list[tuple[float, int, Unit]] = []
+            while heap and len(found) < count:
+                row = heapq.heappop(heap)
+                unit = row[2]
+                if self._units.get(unit.key) is not unit:
+                    continue  # withdrawn
+                elsewhere = unit.near and not any(peer in site.pilots for peer in unit.near)
+                if which is None and elsewhere and len(later) < NEAR_DEPTH and len(self._sites) > 1:
+                    later.append(row)
+                    continue
+                found.append(unit)
+                del self._units[unit.key]
+            while later and len(found) < count:
+                unit = later.pop(0)[2]
+                found.append(unit)
+                del self._units[unit.key]
+            for row in later:
+                heapq.heappush(heap, row)
+        return found
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        unit = self._units.get(key)
+        if unit is None:
+            return None
+        wanted = unit.needs.site
+        sites = [s for s in self._sites.values() if wanted in (None, s.name)]
+        if not sites:
+            where = f"site {wanted}" if wanted else "any site"
+            return f"it is in the queue; no master pilot of {where} has asked for tasks"
+        now = self._now()
+        said = ", ".join(
+            f"{s.name} ({len(s.pilots)} pilots, heard {now - s.heard_at:.0f} s ago)"
+            for s in sites[:5]
+        )
+        return (
+            f"it is in the queue, {len(self._units)} wait; a site pulls it when it has room: {said}"
+        )
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class QueueHome(Home):
+    """A home whose peers are sites."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.sites: dict[str, SiteState] = {}
+        self.url_of: Callable[[bytes], str] = lambda hash: ""
+        self.queue_counts: Counter[str] = Counter()
+        self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time())
+        self.use(self.pulled)
+
+    # ----------------------------------------------------------------- where a home looks at peers
+
+    def strategy(self, run: Run) -> Pulled:
+        return self.pulled
+
+    async def submit(self, text: bytes, workflow: Workflow, *more: Any, **others: Any) -> Run:
+        if any(task.gang for task in workflow.tasks.values()):
+            raise Refused("gang", "tasks for several peers at once are submitted to a peer")
+        return await super().submit(text, workflow, *more, **others)
+
+    def _resume(self, run: Run) -> None:
+        """What was given out is at its site: its master says whether that is still so."""
+
+    def _is_alive(self, pilot: bytes) -> bool:
+        return any(pilot in site.pilots for site in self.sites.values())
+
+    def _held_somewhere(self, file: File | None) -> bool:
+        if file is None:
+            return False
+        return file.hash in self._blobs or not self.sites or any(map(self._is_alive, file.holders))
+
+    def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
+        """What the user came for is fetched from the pilot that made it."""
+        for task in changed:
+            for made in task.won.outputs if task.won else ():
+                if made.name in run.final_files and made.hash not in self._blobs:
+                    self._spawn(self._fetch_final(run, made))
+
+    async def _fetch_final(self, run: Run, made: File) -> None:
+        for _, error in (await self._transfer.fetch_all([made], run.id)).errors:
+            log.info("no copy of %s here: %s", made.name, error)
+
+    def _abort_at(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
+        for site in self.sites.values():
+            if site_id(site.name) == peer:
+                site.to_end.update(dict.fromkeys(keys))
+
+    def held_too(self, file: File) -> File:
+        if file.hash in self._blobs:
+            return file._replace(url=self.url_of(file.hash))
+        return file
+
+    # ----------------------------------------------------------------- being asked
+
+    async def pull(self, message: PullTasks) -> PulledTasks:
+        site = self.sites.get(message.site)
+        if site is None:
+            if len(self.sites) >= SITES_MAX:
+                raise Refused("overload", f"there are {SITES_MAX} sites already")
+            site = self.sites[message.site] = SiteState(message.site)
+        self.queue_counts["requests"] += 1
+        async with site.turn:
+            site.heard_at = asyncio.get_running_loop().time()
+            if message.token != site.token and not message.anew:
+                return PulledTasks(again=True)
+            if message.token == site.token and message.request == site.number and site.answer:
+                self.queue_counts["repeats"] += 1
+                return site.answer
+            answer = await self._pull(site, message)
+            site.token, site.number, site.answer = message.token, message.request, answer
+            return answer
+
+    async def _pull(self, site: SiteState, message: PullTasks) -> PulledTasks:
+        if message.pilots:
+            site.pilots = {m.contact.id: m for m in message.pilots}
+        for pilot in message.dead:
+            site.pilots.pop(pilot, None)
+        kept = await self._ended_at(site, message.outcomes)
+        self._lost([(key, reason) for key, reason in message.lost])
+        if message.anew:
+            held = {*message.held, *(ended.key for _, ended in message.outcomes)}
+            gone = [key for key in self.given_to(site) if key not in held]
+            self._lost([(k, f"it is not at site {site.name} any more") for k in gone], begun=False)
+            for run in self.active():
+                self._place_ready(run)
+        works = await self._give(site, self.pulled.take(site, min(WORKS_MAX, message.want)))
+        ended, site.to_end = tuple(site.to_end), {}
+        self.queue_counts["given"] += len(works)
+        self.queue_counts["outcomes"] += len(message.outcomes)
+        return PulledTasks(works=tuple(works), kept=tuple(kept), ended=ended)
+
+    def given_to(self, site: SiteState) -> list[AttemptKey]:
+        """As the journals say."""
+        mine = site_id(site.name)
+        return [
+            AttemptKey(run.id, task.id, attempt.number)
+            for run in self.active()
+            for task in run.tasks.values()
+            if task.state == "running"
+            for attempt in task.attempts
+            if attempt.state == "running" and attempt.peer == mine
+        ]
+
+    async def _ended_at(
+        self, site: SiteState, outcomes: Iterable[tuple[bytes, Outcome]]
+    ) -> list[AttemptKey]:
+        """Those that count now; of workflows that nobody knows any more, too."""
+        by_run: dict[str, list[Outcome]] = defaultdict(list)
+        kept: list[AttemptKey] = []
+        for pilot, ended in outcomes:
+            if self.knows(ended.key.workflow):
+                made = tuple(file._replace(holders=(pilot,)) for file in ended.outputs)
+                await self._take_enclosed(ended)
+                by_run[ended.key.workflow].append(ended._replace(outputs=made))
+            else:
+                kept.append(ended.key)
+        for id, some in by_run.items():
+            run = self._active.get(id)
+            if run is not None:
+                self._take(run, site_id(site.name), [e for e in some if e.key.task in run.tasks])
+        counted = await asyncio.gather(*map(self._counts_now, by_run))
+        for counts, some in zip(counted, by_run.values(), strict=True):
+            if counts:
+                kept += [ended.key for ended in some]
+                site.done += len(some)
+        return kept
+
+    async def _give(self, site: SiteState, units: list[Unit]) -> list[Work]:
+        """Journaled before anybody hears of it."""
+        contact = Contact(site_id(site.name), "", 0)
+        by_run: dict[str, list[Placed]] = defaultdict(list)
+        why = f"the master pilot of site {site.name} asked for tasks"
+        record = Placement(self.pulled.name, known=len(site.pilots), why=why)
+        for unit in units:
+            if self._is_pending(unit.key):
+                by_run[unit.key.workflow].append(Placed(unit, contact, 0, record))
+        works: list[Work] = []
+        for id, rows in by_run.items():
+            run = self._active[id]
+            attempts = [(r.unit.key.task, r.unit.key.number, contact.id, 0) for r in rows]
+            self._write(run, "started", {"placement": record.to_row(), "attempts": attempts})
+        for id, rows in by_run.items():
+            try:
+                await self.journal.kept(id)
+            except Deposed:
+                continue
+            mine = self._active.get(id)
+            for one in rows if mine is not None else ():
+                assert mine is not None
+                work = self._make_work(mine, one)
+                if work is not None:
+                    works.append(work)
+        site.given += len(works)
+        return works
+
+    async def unheld(self, message: StillHeld) -> Unheld:
+        return await self._still_held(Contact(bytes(20), "", 0), message)
+
+    async def watch(self) -> None:
+        """Sites that have fallen silent."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = asyncio.get_running_loop().time()
+            for site in list(self.sites.values()):
+                if now - site.heard_at > SITE_LOST_S:
+                    lost = self.given_to(site)
+                    site.pilots, site.token, site.answer = {}, 0, None
+                    if lost:
+                        log.warning("site %s is silent: %d tasks are lost", site.name, len(lost))
+                        self._lost([(key, f"site {site.name} fell silent") for key in lost])
+                    elif now - site.heard_at > 10 * SITE_LOST_S:
+                        del self.sites[site.name]

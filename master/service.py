@@ -1,0 +1,189 @@
+"""The task queue as a service: HTTP, SQLite, files; the same workflow API as any peer's.
+
+`POST /v1/queue` takes one packed message of a site's master pilot and gives back its answer; the
+token is the cluster's own, with the scope `admin`. `GET /v1/queue` shows the sites.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import ClassVar
+
+import aiohttp
+from aiohttp import web
+
+from peer import api
+from peer.blobs import BlobError
+from peer.daemon import Daemon
+from peer.gateway import Gateway
+from peer.http import Http
+from peer.transfer import Fetched, Transfer, Unavailable
+from protocols.codec import Kind, Malformed, decode, encode
+from protocols.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
+from protocols.rpc import Refused
+
+from .queue import QueueHome
+
+log = logging.getLogger("valence.queue")
+
+MESSAGE_BYTES_MAX = 16 << 20
+FETCH_S = 600.0
+CHUNK_BYTES = 1 << 20
+PACKED = "application/msgpack"
+
+
+class QueueTransfer(Transfer):
+    """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
+
+    home: QueueHome
+    token: str
+
+    def _urls(self, file: File) -> Iterable[str]:
+        for pilot in file.holders:
+            for site in self.home.sites.values():
+                member = site.pilots.get(pilot)
+                if member is not None and member.http:
+                    yield f"{member.http}/v1/blobs/sha256:{file.hash.hex()}"
+        # any pilot finds it by the catalog
+        for site in self.home.sites.values():
+            for member in list(site.pilots.values())[:2]:
+                if member.http:
+                    yield f"{member.http}/v1/blobs/sha256:{file.hash.hex()}"
+
+    async def _open(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
+        reasons = []
+        headers = {"Authorization": f"Bearer {self.token}"}
+        limit = aiohttp.ClientTimeout(total=FETCH_S, sock_read=60, sock_connect=5)
+        position = start
+        async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
+            for url in self._urls(file):
+                if position >= end:
+                    return
+                ask = {"Range": f"bytes={position}-{end - 1}"} if end > position else {}
+                try:
+                    async with session.get(url, headers=ask, raise_for_status=True) as response:
+                        async for data in response.content.iter_chunked(CHUNK_BYTES):
+                            position += len(data)
+                            yield data
+                    if position >= end:
+                        return
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    reasons.append(f"{url.partition('/v1/')[0]}: {error}"[:200])
+        if position < end or not file.size:
+            why = "; ".join(reasons[:4]) or "no pilot that holds it is known"
+            raise Unavailable(f"{file.name}: no pilot could give it ({why})")
+
+    async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
+        here = file.hash in self._blobs
+        async for data in super().read(file, start, end) if here else self._open(file, start, end):
+            yield data
+
+    async def fetch_all(self, files: Iterable[File], hold: str = "") -> Fetched:
+        found = Fetched()
+        peer = 0
+        for file in files:
+            if file.hash in self._blobs:
+                self._blobs.hold(file.hash, hold)
+                continue
+            try:
+                parts = self._open(file, 0, file.size)
+                await self._blobs.receive(parts, file.hash, file.size, hold)
+                peer += file.size
+            except (BlobError, TimeoutError) as error:
+                found.errors.append((file, error))
+        found.moved = Moved(peer=peer)
+        return found
+
+
+class QueueHttp(Http):
+    scopes: ClassVar[dict[str, str]] = {**Http.scopes, "_queue": "admin", "_sites": "read"}
+    home: QueueHome
+
+    async def add_routes(self, app: web.Application) -> None:
+        app.router.add_route("POST", "/v1/queue", self._queue)
+        app.router.add_route("GET", "/v1/queue", self._sites)
+
+    async def _queue(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            message = decode(body).message
+        except Malformed as error:
+            return web.json_response({"title": "Invalid message", "detail": str(error)}, status=400)
+        try:
+            answer: Message
+            if isinstance(message, PullTasks):
+                answer = await self.home.pull(message)
+            elif isinstance(message, StillHeld):
+                answer = await self.home.unheld(message)
+            else:
+                raise Refused("unsupported", f"{type(message).__name__} is nothing for a queue")
+        except Refused as error:
+            problem = {"title": "Refused", "detail": error.text, "code": error.code}
+            return web.json_response(problem, status=409)
+        return web.Response(body=encode(Kind.REPLY, 0, answer), content_type=PACKED)
+
+    async def _sites(self, request: web.Request) -> web.Response:
+        now = asyncio.get_running_loop().time()
+        rows = [
+            {
+                "site": site.name,
+                "pilots": len(site.pilots),
+                "cores": sum(m.capacity.millicores for m in site.pilots.values()) / 1000,
+                "given": site.given,
+                "done": site.done,
+                "out": len(self.home.given_to(site)),
+                "heard_s_ago": round(now - site.heard_at, 1),
+            }
+            for site in self.home.sites.values()
+        ]
+        counts = dict(self.home.queue_counts)
+        return web.json_response(
+            {"sites": rows, "waiting": len(self.home.pulled), "counts": counts}
+        )
+
+
+class QueueGateway(Gateway):
+    home: QueueHome
+
+    async def peers(self) -> api.PeerList:
+        """The pilots that sites have told of."""
+        sites = self.home.sites.values()
+        return api.PeerList(
+            peers=[self._peer(m, None, False) for site in sites for m in site.pilots.values()]
+        )
+
+
+class QueueDaemon(Daemon):
+    """A daemon with no peers and nothing to offer: what it has is a journal, and sites that ask."""
+
+    home_class = QueueHome
+    http_class = QueueHttp
+    gateway_class = QueueGateway
+    transfer_class = QueueTransfer
+    what = "task queue"
+
+    def _capacity(self) -> Capacity:
+        return Capacity(disk_bytes=self._settings.disk)
+
+    async def start(self) -> None:
+        await super().start()
+        home = self.enactment.home
+        assert isinstance(home, QueueHome)
+        self._run("sites", home.watch())
+
+    def wire(self) -> None:
+        home = self.enactment.home
+        assert isinstance(home, QueueHome)
+        assert isinstance(self.transfer, QueueTransfer)
+        assert isinstance(self.http, QueueHttp)
+        gateway = self.enactment.gateway
+        assert isinstance(gateway, QueueGateway)
+        self.transfer.home = self.http.home = gateway.home = home
+        self.transfer.token = self._settings.token
+        gateway.prefix = "q"
+        home.url_of = lambda hash: f"{self.members.me.http}/v1/blobs/sha256:{hash.hex()}"
+        self.metrics.counters(
+            "queue", "What sites asked for and brought", lambda: dict(home.queue_counts)
+        )

@@ -1,0 +1,58 @@
+"""A task queue's HTTP, as a peer uses it: a packed message there, a packed message back."""
+
+from __future__ import annotations
+
+import json
+
+import aiohttp
+
+from protocols.codec import Kind, Malformed, decode, encode
+from protocols.messages import Message
+from protocols.rpc import CallFailed, Refused, Unreachable
+
+from .settings import Settings
+
+ANSWER_S = 15.0
+CONNECT_S = 3.0
+ANSWER_BYTES_MAX = 32 << 20
+
+
+class QueueClient:
+    def __init__(self, settings: Settings) -> None:
+        self._url = settings.queue.rstrip("/") + "/v1/queue"
+        self._token = settings.token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def exchange(self, message: Message) -> Message:
+        if self._session is None or self._session.closed:
+            limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            self._session = aiohttp.ClientSession(timeout=limit, headers=headers)
+        body = encode(Kind.REQUEST, 0, message)
+        try:
+            async with self._session.post(self._url, data=body) as response:
+                data = await response.content.read(ANSWER_BYTES_MAX)
+                while not response.content.at_eof() and len(data) < ANSWER_BYTES_MAX:
+                    data += await response.content.read(ANSWER_BYTES_MAX - len(data))
+                if response.status != 200:
+                    raise Refused("queue", _said(response.status, data))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(str(error) or type(error).__name__) from None
+        try:
+            found = decode(data).message
+        except Malformed as error:
+            raise Refused("protocol", f"its answer can't be read: {error}") from None
+        if found is None:
+            raise CallFailed("it has answered nothing")
+        return found
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _said(status: int, body: bytes) -> str:
+    try:
+        return f"HTTP {status}: {json.loads(body).get('detail', '')}"[:300]
+    except (ValueError, AttributeError):
+        return f"HTTP {status}"

@@ -1,0 +1,390 @@
+"""Between a task queue and a site: the site's master pilot pulls tasks for it, and brings back what
+became of them, all in bulk.
+
+Rules:
+- What is at the site is the truth, and the queue's journal is what counts. This part remembers
+  nothing that can't be asked for again: a new master asks the pilots what they have.
+- A request has a number and is repeated until it is answered. Tasks that were given to a request
+  whose answer was lost are given again with the same answer; if the queue or the master began anew,
+  what nobody holds is lost, and given out once more.
+- A pilot keeps an outcome until the queue has it on its disk. While the queue is down, what was
+  pulled goes on, and outcomes wait with the pilots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from protocols.members import Members, State
+from protocols.messages import (
+    Abort,
+    AskHeld,
+    AttemptKey,
+    Commit,
+    Committed,
+    Contact,
+    Done,
+    HeldHere,
+    Member,
+    Message,
+    Outcome,
+    PulledTasks,
+    PullTasks,
+    Reported,
+    ReturnLeases,
+    StillHeld,
+    Unheld,
+    Work,
+)
+from protocols.rpc import CallFailed, Refused, Rpc
+from protocols.strategies.pilots.pilots import Pilots
+from protocols.strategies.pilots.site import Site
+from protocols.strategy import Placed, Unit
+from protocols.tasks import Tasks
+
+from .executor import size_bytes
+from .given import Given
+from .home import QUEUED, READ_BYTES_MIN, READS_MAX
+
+log = logging.getLogger("valence.relay")
+
+POLL_S = 2.0
+GAP_S, GAP_S_MIN = 0.5, 0.02
+RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
+ANSWER_S = 10.0
+WORKS_MAX = 2000
+OUTCOMES_MAX, OUTCOMES_BYTES_MAX = 1000, 2 << 20
+ASK_AT_ONCE = 64
+ASK_S = 2.0
+ACK_S = 12.0
+LOST_MAX = 20_000
+
+#: carries a message to the queue and brings its answer, or `CallFailed`
+Exchange = Callable[[Message], Awaitable[Message]]
+
+
+class Relay:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        site: Site,
+        pilots: Pilots,
+        rng: random.Random,
+        exchange: Exchange | None,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.exchange = exchange  # None: there is no queue
+        self.reason = ""  # why the queue can't be reached
+        self.given = Given(rpc, members, lambda id: self._epochs.get(id, 0), self._on_lost)
+        self._rpc = rpc
+        self._members = members
+        self._site = site
+        self._pilots = pilots
+        self._rng = rng
+        self._token = 0  # 0: not in office
+        self._number = 0
+        self._anew = False
+        self._works: dict[AttemptKey, Work] = {}  # pulled, and not placed
+        self._epochs: dict[str, int] = {}
+        self._outcomes: dict[AttemptKey, tuple[bytes, Outcome]] = {}
+        self._acks: dict[AttemptKey, asyncio.Future[bool]] = {}
+        self._lost: dict[AttemptKey, str] = {}
+        self._dead: set[bytes] = set()
+        self._told: frozenset[bytes] = frozenset()  # pilots that the queue knows of
+        self._ahead = 0
+        self._wake = asyncio.Event()
+        self._tasks = Tasks()
+        members.listen(self._member_changed, at_stake=self._works)
+
+    @property
+    def in_office(self) -> bool:
+        return self._token != 0
+
+    def _is_master(self) -> bool:
+        return self._site.master(self._site.name) == self._rpc.me.id
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        if new.state >= State.DEAD and self.in_office:
+            peer = new.contact.id
+            if peer in self._told:
+                self._dead.add(peer)
+            what = "died" if new.state == State.DEAD else "left"
+            lost = [(k, f"its peer {peer.hex()[:8]} {what}") for k in self.given.to(peer)]
+            if lost:
+                self._on_lost(lost)
+        elif old is not None and old.boot != new.boot:
+            self.given.doubt(new.contact.id)
+        self._wake.set()
+
+    # ----------------------------------------------------------------- with the queue
+
+    async def run(self) -> None:
+        if self.exchange is None:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        delay_s = RETRY_S_MIN
+        pending: PullTasks | None = None
+        while True:
+            if not self._is_master():
+                if self.in_office:
+                    self._leave_office()
+                pending = None
+                await self._until_woken(POLL_S)
+                continue
+            if not self.in_office:
+                await self._take_office()
+            began = self._now()
+            pending = pending or await self._request()
+            try:
+                answer = await self._exchange(pending)
+            except CallFailed as error:
+                if not self.reason:
+                    log.warning("the task queue can't be reached: %s", error)
+                self.reason = str(error)
+                self.counts["failed"] += 1
+                await asyncio.sleep(delay_s * self._rng.uniform(0.75, 1.25))
+                delay_s = min(RETRY_S_MAX, 2 * delay_s)
+                continue
+            if self.reason:
+                log.info("the task queue answers again")
+            self.reason, delay_s = "", RETRY_S_MIN
+            self._take(pending, answer)
+            pending = None
+            if self._anew:
+                continue
+            gap_s = GAP_S_MIN if self._hungry() else GAP_S
+            await asyncio.sleep(max(0.0, began + gap_s - self._now()))
+            if not self._outcomes and not self._lost and not self._dead and not self._want():
+                await self._until_woken(POLL_S)
+
+    async def _until_woken(self, limit_s: float) -> None:
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._wake.wait()
+
+    async def _exchange(self, message: Message) -> PulledTasks:
+        assert self.exchange is not None
+        self.counts["requests"] += 1
+        answer = await self.exchange(message)
+        if not isinstance(answer, PulledTasks):
+            raise Refused("protocol", f"{type(answer).__name__} is no answer to this")
+        return answer
+
+    async def _take_office(self) -> None:
+        self._token = self._rng.getrandbits(62) + 1
+        self._anew = True
+        self._told = frozenset()
+        self.given.settled = True
+        self.counts["offices"] += 1
+
+    def _leave_office(self) -> None:
+        """Another one is master: it learns from the pilots what is here."""
+        self._token = 0
+        self._pilots.withdraw(list(self._works))
+        self._works.clear()
+        self._lost.clear()
+        for future in self._acks.values():
+            if not future.done():
+                future.set_result(False)
+
+    async def _request(self) -> PullTasks:
+        self._number += 1
+        anew, self._anew = self._anew, False
+        pilots = self._site.pilots()
+        here = frozenset(m.contact.id for m in pilots)
+        held = await self._ask_pilots(pilots) if anew else ()
+        outcomes: list[tuple[bytes, Outcome]] = []
+        size = 0
+        for row in self._outcomes.values():
+            size += size_bytes(row[1])
+            if outcomes and (size > OUTCOMES_BYTES_MAX or len(outcomes) >= OUTCOMES_MAX):
+                break
+            outcomes.append(row)
+        message = PullTasks(
+            site=self._site.name,
+            token=self._token,
+            request=self._number,
+            pilots=tuple(pilots) if anew or here != self._told else (),
+            dead=tuple(self._dead),
+            outcomes=tuple(outcomes),
+            lost=tuple(list(self._lost.items())[:LOST_MAX]),
+            want=0 if anew else self._want(),
+            anew=anew,
+            held=held,
+        )
+        self._told = here
+        return message
+
+    async def _ask_pilots(self, pilots: list[Member]) -> tuple[AttemptKey, ...]:
+        """All attempts that are at the site: with its pilots, and on this master's list."""
+        slots = asyncio.Semaphore(ASK_AT_ONCE)
+
+        async def ask(member: Member) -> tuple[AttemptKey, ...]:
+            async with slots:
+                try:
+                    answer = await self._rpc.call(member.contact, AskHeld(), HeldHere, ASK_S)
+                except CallFailed:
+                    return ()  # dead, or as good as that
+                for key in answer.keys:
+                    if key not in self._outcomes:
+                        self.given.add(member.contact.id, key)
+                return tuple(answer.keys)
+
+        found = await asyncio.gather(*map(ask, pilots))
+        waiting = {key for keys in found for key in keys} | set(self._works) | set(self._outcomes)
+        return tuple(waiting)
+
+    def _seats(self) -> int:
+        return sum(m.capacity.millicores for m in self._site.pilots()) // 1000
+
+    def _want(self) -> int:
+        """What there is room for, and a little that waits for who is done next."""
+        seats = self._seats()
+        running = sum(len(self.given.to(peer)) for peer in self.given.peers())
+        ahead = max(self._ahead, 2 + seats // 4)
+        return max(0, min(WORKS_MAX, seats - running + ahead - len(self._works)))
+
+    def _hungry(self) -> bool:
+        return not self._works and bool(self._want())
+
+    def _take(self, asked: PullTasks, answer: PulledTasks) -> None:
+        for key in answer.kept:
+            self._outcomes.pop(key, None)
+            future = self._acks.pop(key, None)
+            if future is not None and not future.done():
+                future.set_result(True)
+        for key, _ in asked.lost:
+            self._lost.pop(key, None)
+        self._dead.difference_update(asked.dead)
+        if answer.ended:
+            self._end(answer.ended)
+        if answer.again:
+            self._anew = True
+            return
+        if answer.works and len(answer.works) >= asked.want and not self._works:
+            self._ahead = min(WORKS_MAX, 2 * max(self._ahead, len(answer.works)))
+        self.counts["pulled"] += len(answer.works)
+        units = []
+        for work in answer.works:
+            self._works[work.key] = work
+            self._epochs[work.key.workflow] = work.epoch
+            units.append(_unit(work))
+        self._pilots.add(units)
+
+    # ----------------------------------------------------------------- with the site
+
+    def placed(self, batch: list[Placed]) -> None:
+        """Leases for what was pulled."""
+        by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
+        for one in batch:
+            work = self._works.pop(one.unit.key, None)
+            if work is None:
+                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+                continue
+            made = work._replace(lease=one.lease)
+            by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(made)
+        for peer, works in by_peer.values():
+            for work in works:
+                self.given.add(peer.id, work.key)
+                self.given.on_the_way.add(work.key)
+            self._tasks.spawn(self._commit(peer, works))
+        if self._hungry():
+            self._wake.set()
+
+    async def _commit(self, peer: Contact, works: list[Work]) -> None:
+        try:
+            answer = await self._rpc.call(peer, Commit.of(tuple(works)), Committed)
+            refused = dict(answer.refused)
+        except Refused as error:
+            refused = dict.fromkeys((work.key for work in works), str(error))
+        except CallFailed:
+            refused = {}
+            self.given.doubt(peer.id)  # it may have got it or not
+        finally:
+            self.given.on_the_way.difference_update(work.key for work in works)
+        again = [work for work in works if work.key in refused]
+        self.given.drop(peer.id, refused)
+        if again and self.in_office:
+            for work in again:
+                self._works[work.key] = work
+            self._pilots.add(_unit(work) for work in again)
+
+    def _on_lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
+        for key, reason in rows:
+            if key not in self._outcomes:
+                self._lost[key] = reason
+        self.given.drop_anywhere(key for key, _ in rows)
+        self._wake.set()
+
+    def _end(self, keys: tuple[AttemptKey, ...]) -> None:
+        self._pilots.withdraw(keys)
+        for key in keys:
+            self._works.pop(key, None)
+        for peer in self.given.peers():
+            mine = [key for key in keys if key in self.given.to(peer)]
+            contact = self._members.contact(peer)
+            if mine and contact is not None:
+                self.given.drop(peer, mine)
+                epochs = tuple((w, self._epochs.get(w, 0)) for w in {k.workflow for k in mine})
+                message = Abort(keys=tuple(mine), reason="not needed", epochs=epochs)
+                self._tasks.spawn(self._call(contact, message))
+
+    async def _call(self, contact: Contact, message: Message) -> None:
+        with contextlib.suppress(CallFailed):
+            await self._rpc.call(contact, message, Done)
+
+    async def report(self, peer: bytes, outcomes: list[Outcome]) -> Reported:
+        """From a pilot: kept when the queue has it."""
+        master = self._site.master(self._site.name)
+        if not self._is_master() or self.exchange is None:
+            moved = {e.key.workflow: master for e in outcomes if master is not None}
+            return Reported(kept=(), moved=tuple(moved.items()))
+        waits = []
+        loop = asyncio.get_running_loop()
+        for ended in outcomes:
+            self.given.drop(peer, [ended.key])
+            self._outcomes[ended.key] = (peer, ended)
+            future = self._acks.get(ended.key)
+            if future is None or future.done():
+                future = self._acks[ended.key] = loop.create_future()
+            waits.append(future)
+        self._wake.set()
+        await asyncio.wait(waits, timeout=ACK_S)
+        kept = [e.key for e, f in zip(outcomes, waits, strict=True) if f.done() and f.result()]
+        return Reported(kept=tuple(kept))
+
+    async def still_held(self, message: StillHeld) -> Unheld:
+        if self.exchange is None or not self._is_master():
+            raise Refused("moved", "its home is elsewhere")
+        answer = await self.exchange(message)
+        if not isinstance(answer, Unheld):
+            raise Refused("protocol", "the queue has not understood")
+        return answer
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _unit(work: Work) -> Unit:
+    large = [(f.hash, f.size) for f in work.inputs if f.size >= READ_BYTES_MIN]
+    near = frozenset(p for f in work.inputs if f.size >= READ_BYTES_MIN for p in f.holders)
+    return Unit(
+        work.key,
+        work.needs,
+        runtime_s=work.runtime_s,
+        near=near,
+        reads=tuple(sorted(large, key=lambda row: (-row[1], row[0]))[:READS_MAX]),
+    )
+
+
+def is_queued(workflow: str) -> bool:
+    return workflow.startswith(QUEUED)
