@@ -12,7 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import http_exceptions, web
 from pydantic import BaseModel
@@ -66,7 +66,7 @@ _TITLES = {
 
 
 class Http:
-    scopes = _SCOPES
+    scopes: ClassVar[dict[str, str]] = _SCOPES
 
     def __init__(
         self,

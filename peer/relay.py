@@ -274,7 +274,7 @@ class Relay:
         for work in answer.works:
             self._works[work.key] = work
             self._epochs[work.key.workflow] = work.epoch
-            units.append(_unit(work))
+            units.append(_unit(work, self._site.name))
         self._pilots.add(units)
 
     # ----------------------------------------------------------------- with the site
@@ -313,7 +313,7 @@ class Relay:
         if again and self.in_office:
             for work in again:
                 self._works[work.key] = work
-            self._pilots.add(_unit(work) for work in again)
+            self._pilots.add(_unit(work, self._site.name) for work in again)
 
     def _on_lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
         for key, reason in rows:
@@ -374,12 +374,13 @@ class Relay:
         return asyncio.get_running_loop().time()
 
 
-def _unit(work: Work) -> Unit:
+def _unit(work: Work, site: str) -> Unit:
+    """It was pulled for this site, and is looked for here."""
     large = [(f.hash, f.size) for f in work.inputs if f.size >= READ_BYTES_MIN]
     near = frozenset(p for f in work.inputs if f.size >= READ_BYTES_MIN for p in f.holders)
     return Unit(
         work.key,
-        work.needs,
+        work.needs._replace(site=site),
         runtime_s=work.runtime_s,
         near=near,
         reads=tuple(sorted(large, key=lambda row: (-row[1], row[0]))[:READS_MAX]),

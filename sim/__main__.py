@@ -75,7 +75,8 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             replaced=options.replaced,
             gangs=options.gangs,
             majority_lost_s=options.majority_lost,
-            strategy=options.strategy,
+            strategy="pilots" if options.queue else options.strategy,
+            queue=options.queue,
             overlay=options.overlay,
             faults=faults,
             config=CROWD if options.peers >= CROWD_PEERS else LAN,
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
     known = [name for name in STRATEGIES if name != "auto"]
     parser.add_argument("--strategy", choices=known, default=default.strategy)
+    parser.add_argument("--queue", action="store_true", help="a task queue, too: for pilots")
     parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)
     names = f"some of {','.join(FAULTS)}; or perish; or none"
     parser.add_argument("--faults", default="", help=names)

@@ -8,12 +8,28 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from master.queue import QueueHome
 from peer.enactment import Enactment
-from peer.transfer import Transfer
+from peer.home import Home
+from peer.transfer import Transfer, Unavailable
 from protocols.config import Config
-from protocols.messages import Capacity, Contact, Hello, Welcome
+from protocols.data.cache import Room as CacheRoom
+from protocols.messages import (
+    BlobPart,
+    Capacity,
+    Contact,
+    File,
+    Hello,
+    Message,
+    PulledTasks,
+    PullTasks,
+    ReadBlob,
+    Traits,
+    Welcome,
+)
 from protocols.rpc import CallFailed
 
 from .disk import Platter, SimDatabase
@@ -22,12 +38,22 @@ from .loop import Life
 from .network import Network, SimPeer
 
 T = TypeVar("T")
+QUEUE_INDEX = 60_000
 EPOCH_OF_TIME = 1_700_000_000.0
 
 
 class Host:
+    home: type[Home] = Home
+
     def __init__(
-        self, network: Network, index: int, config: Config, capacity: Capacity, skew_s: float
+        self,
+        network: Network,
+        index: int,
+        config: Config,
+        capacity: Capacity,
+        skew_s: float,
+        site: str = "here",
+        queue: Contact | None = None,
     ) -> None:
         self.index = index
         self.platter = Platter()
@@ -38,6 +64,8 @@ class Host:
         self.slots = capacity.millicores // 1000
         self.sync_s = 0.001
         self.quota_bytes = 2**40
+        self.site = site
+        self.queue = queue  # a task queue that its site pulls from
         self._network = network
         self._config = config
 
@@ -63,6 +91,7 @@ class Host:
             self.index,
             self._config,
             self.capacity,
+            Traits(arch="x86_64", os="linux", site=self.site),
             boot=self.platter.boots,
             life=self.life,
         )
@@ -91,10 +120,32 @@ class Host:
             clock=self.clock,
             rng=rng,
             config=self._config,
+            exchange=self._exchange if self.queue is not None else None,
+            home=self.home,
         )
+        if self.queue is not None:
+            self.transfer.from_origin = self._from_queue
+        self._started()
         self.enactment.load()
         self.tasks = [asyncio.ensure_future(work) for _, work in self.enactment.works()]
         self.tasks.append(asyncio.ensure_future(self._join(seeds)))
+
+    def _started(self) -> None:
+        pass
+
+    async def _exchange(self, message: Message) -> Message:
+        assert self.queue is not None
+        return await self.peer.rpc.call(self.queue, message, Message, 10.0)
+
+    async def _from_queue(self, file: File, hold: str, room: CacheRoom) -> None:
+        """What is an input of a queue's workflow: over its HTTP, if this were real."""
+        assert self.queue is not None
+        message = ReadBlob(hash=file.hash, offset=0, length=max(1, file.size))
+        try:
+            answer = await self.peer.rpc.call(self.queue, message, BlobPart, 5.0)
+        except CallFailed as error:
+            raise Unavailable(f"{file.name}: the queue does not answer: {error}") from None
+        self.blobs.keep(file.hash, answer.data, hold, room)
 
     def clock(self) -> float:
         return EPOCH_OF_TIME + self.skew_s + asyncio.get_running_loop().time()
@@ -161,3 +212,26 @@ class Host:
             task.cancel()
             return None
         return task.result()
+
+
+class QueueHost(Host):
+    """A task queue: a host that is nobody's peer."""
+
+    home = QueueHome
+
+    def __init__(self, network: Network, config: Config, skew_s: float) -> None:
+        alone = replace(config, keepers=1)
+        super().__init__(network, QUEUE_INDEX, alone, Capacity(), skew_s)
+
+    def _started(self) -> None:
+        home = self.enactment.home
+        assert isinstance(home, QueueHome)
+        home.url_of = lambda hash: "queue"
+        self.enactment.gateway.prefix = "q"
+        self.peer.rpc.on(PullTasks, self._pull)
+        self.watching = asyncio.ensure_future(home.watch())
+
+    async def _pull(self, sender: Contact, message: PullTasks) -> PulledTasks:
+        home = self.enactment.home
+        assert isinstance(home, QueueHome)
+        return await home.pull(message)

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peer.answers import Problem
+from peer.home import QUEUED
 from protocols.config import LAN, Config
 from protocols.keeping.replica import majority, shown
 from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
 
-from .host import Host
+from .host import Host, QueueHost
 from .ledger import FINAL, Ledger, Violation
 from .loop import NOBODY
 from .network import Faults, Network
@@ -76,6 +77,7 @@ class Plan:
     width: int = 6  # of workflows, at most
     gangs: float = 0.1  # of tasks: they need two or three peers at once
     strategy: str = "probe"
+    queue: bool = False  # there is a task queue, and many submit to that
     overlay: str = "kademlia"
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
@@ -89,6 +91,8 @@ class Plan:
                 words.append(f"--{name.replace('_', '-')} {value:g}")
         if self.strategy != default.strategy:
             words.append(f"--strategy {self.strategy}")
+        if self.queue:
+            words.append("--queue")
         if self.overlay != default.overlay:
             words.append(f"--overlay {self.overlay}")
         if self.faults != FAULTS:
@@ -131,11 +135,17 @@ class World:
         if plan.seed % 2 and plan.peers < CROWD_PEERS:  # news spread as among many
             self._config = replace(self._config, wave_min=3, wave_width=2)
         self._next_host = 0
+        self.queue: QueueHost | None = None
+        self._sites: tuple[str, ...] = ("here",)
+        if plan.strategy == "pilots":
+            self._sites = self.rng.choice((("here",), ("here", "there")))
         self._ambush = self._turncoat = False
         self._perished = False
         # this world's own mood
         count = self.rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
         self.faults = self.rng.sample(plan.faults, count)
+        if plan.queue:
+            self.faults += ["queue"] * 2
         self.every_s = plan.every_s * self.rng.choice((0.3, 1.0, 1.0, 2.0))
         self.sync_s = self.rng.choice((0.001, 0.001, 0.02, 0.2))
         # a few of the larger files fill it: results wait for room until others are consumed
@@ -163,7 +173,9 @@ class World:
         slots = self.rng.choice((1, 2, 2, 4))
         skew_s = self.rng.uniform(-30, 30)
         capacity = Capacity(millicores=1000 * slots, memory_bytes=2**30)
-        host = Host(self.network, index, self._config, capacity, skew_s)
+        site = self.rng.choice(self._sites) if len(self._sites) > 1 else self._sites[0]
+        queue = self.queue.peer.contact if self.queue is not None else None
+        host = Host(self.network, index, self._config, capacity, skew_s, site, queue)
         host.sync_s = self.sync_s
         host.quota_bytes = self.quota_bytes
         self.hosts.append(host)
@@ -172,6 +184,8 @@ class World:
 
     def start(self, host: Host) -> None:
         known = [other.peer.contact for other in self.hosts if hasattr(other, "peer")]
+        if host is self.queue:
+            known = []
         host.start(self.rng.sample(known, min(len(known), SEEDS_MAX)))
         self._look_on(host)
         for task in host.tasks:
@@ -267,6 +281,10 @@ class World:
         plan = self.plan
         logging.getLogger("valence").setLevel(logging.CRITICAL)
         asyncio.get_running_loop().set_exception_handler(self._unheard)
+        if plan.queue:
+            self.queue = QueueHost(self.network, self._config, self.rng.uniform(-30, 30))
+            self.queue.sync_s = self.sync_s
+            self.start(self.queue)
         for _ in range(plan.peers):
             self.add_host()
         await self._until(self._all_know_all, 120.0, "the peers never found each other")
@@ -333,6 +351,8 @@ class World:
             if not self.ledger.over(workflow):
                 self._copies(workflow)
                 raise Violation(f"{workflow} never came to its end: {self._why(workflow)}")
+            if workflow.startswith(QUEUED):
+                continue  # the queue's own disk has it
             if held[workflow] < majority(min(self.plan.keepers, len(there))):
                 self._copies(workflow)
                 raise Violation(f"{workflow} is over, and {held[workflow]} copies are left of it")
@@ -426,7 +446,7 @@ class World:
             self._spawn(self._submit(number))
             await asyncio.sleep(self.rng.random() * 1.2 * plan.seconds / plan.workflows)
 
-    def _document(self, number: int) -> dict[str, Any]:
+    def _document(self, number: int, gangs: float) -> dict[str, Any]:
         """A few layers, of which some tasks take files from the layer above."""
         rng = self.rng
         tasks: dict[str, Any] = {}
@@ -434,7 +454,7 @@ class World:
         for layer in range(rng.randint(1, 4)):
             made = []
             for i in range(rng.randint(1, self.plan.width)):
-                size = rng.randint(2, 3) if rng.random() < self.plan.gangs else 1
+                size = rng.randint(2, 3) if rng.random() < gangs else 1
                 name = f"t{layer}.{i}" if size == 1 else f"t{layer}.{i}-{size}"
                 output = f"{'large' if rng.random() < 0.2 else 'small'}.{layer}.{i}"
                 tasks[name] = {
@@ -455,11 +475,17 @@ class World:
         }
 
     async def _submit(self, number: int) -> None:
-        document = self._document(number)
+        queued = self.queue is not None and self.rng.random() < 0.7
+        document = self._document(number, 0.0 if queued else self.plan.gangs)
         text = json.dumps(document).encode()
         key = f"key-{number}" if self.rng.random() < 0.3 else None
         for _ in range(30):
             host = self._any()
+            if self.queue is not None and queued:
+                host = self.queue
+                if not host.up:
+                    await asyncio.sleep(self.rng.random())
+                    continue
             options: dict[str, Any] = {"idempotency": key} if key else {}
             found = await self._ask(
                 host, host.enactment.gateway.submit(text, options, "somebody", False), 15.0
@@ -469,7 +495,9 @@ class World:
                 tasks = sum(task["peers"] for task in document["tasks"].values())
                 self.ledger.acknowledged[workflow] = tasks
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
-                if self.rng.random() < self.treachery and not self._recovering.is_set():
+                if host is self.queue:
+                    pass  # nobody else has it: see the fault `queue`
+                elif self.rng.random() < self.treachery and not self._recovering.is_set():
                     await self._do_die(host)  # at once
                     self._spawn(self._do_crash(host))
                 self._followed.add(workflow)
@@ -483,7 +511,7 @@ class World:
         position = (-1, -1)
         cancel = self.rng.random() < 0.15
         while True:
-            host = self._any()
+            host = self._host_for(workflow)
             gateway = host.enactment.gateway
             await asyncio.sleep(self.rng.random())
             if cancel and self.rng.random() < 0.1 and host.up:
@@ -511,12 +539,17 @@ class World:
                 break
         state = ""
         while state not in FINAL:  # a home that was cut off may not know of the end yet
-            host = self._any()
+            host = self._host_for(workflow)
             asked = host.enactment.gateway.ask("", workflow, "workflow")
             view = await self._ask(host, asked, 15.0)
             state = view["state"] if isinstance(view, dict) else ""
             await asyncio.sleep(0.5)
         self._guard(lambda: self.ledger.tells(workflow, state))
+
+    def _host_for(self, workflow: str) -> Host:
+        if self.queue is not None and workflow.startswith(QUEUED):
+            return self.queue
+        return self._any()
 
     def _any(self) -> Host:
         while not (host := self.rng.choice(self.hosts)).up:
@@ -582,6 +615,23 @@ class World:
         if not host.gone:
             self.say(f"peer {host.index} starts again")
             self.start(host)
+
+    async def _do_queue(self) -> None:
+        """The task queue falls, or is cut off."""
+        queue = self.queue
+        if queue is None or not queue.up:
+            return
+        if self.rng.random() < 0.5:
+            self.say("the queue is cut off")
+            self.network.cut.add(queue.id)
+            await self._for_a_while("queue", 12.0)
+            self.network.cut.discard(queue.id)
+            return
+        self.say("the queue crashes")
+        queue.kill(whole=self.rng.random() < 0.5)
+        await self._for_a_while("queue", 12.0)
+        self.say("the queue starts again")
+        self.start(queue)
 
     async def _do_power(self) -> None:
         """Many at once, and back after a while."""

@@ -14,7 +14,7 @@ ARROWS = {
     "workflow": set(),
     "protocols": {"workflow"},
     "peer": {"workflow", "protocols"},
-    "master": {"workflow", "protocols"},
+    "master": {"workflow", "protocols", "peer"},  # a queue is a home, with sites for peers
     "valence": {"workflow", "protocols", "peer", "master"},
     "sim": {"workflow", "protocols", "peer", "master"},
     "bench": {"workflow", "protocols", "peer", "master", "valence", "sim"},
