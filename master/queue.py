@@ -155,6 +155,7 @@ class QueueHome(Home):
         self.sites: dict[str, SiteState] = {}
         self.url_of: Callable[[bytes], str] = lambda hash: ""
         self.queue_counts: Counter[str] = Counter()
+        self._began = False
         self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time())
         self.use(self.pulled)
 
@@ -208,6 +209,8 @@ class QueueHome(Home):
             if len(self.sites) >= SITES_MAX:
                 raise Refused("overload", f"there are {SITES_MAX} sites already")
             site = self.sites[message.site] = SiteState(message.site)
+        if not self._ready():
+            raise Refused("starting", "the queue has just been started, and reads its journals")
         self.queue_counts["requests"] += 1
         async with site.turn:
             site.heard_at = asyncio.get_running_loop().time()
@@ -219,6 +222,16 @@ class QueueHome(Home):
             answer = await self._pull(site, message)
             site.token, site.number, site.answer = message.token, message.request, answer
             return answer
+
+    def _ready(self) -> bool:
+        """All that was on the disk at the start is being gone on with: before that, nobody can say
+        which of a site's attempts are wanted."""
+        if not self._began:
+            replicas = self.journal.keeping.replicas
+            self._began = self.given.settled and all(
+                replica.over or id in self._active for id, replica in replicas.items()
+            )
+        return self._began
 
     async def _pull(self, site: SiteState, message: PullTasks) -> PulledTasks:
         if message.pilots:
@@ -262,7 +275,7 @@ class QueueHome(Home):
                 made = tuple(file._replace(holders=(pilot,)) for file in ended.outputs)
                 await self._take_enclosed(ended)
                 by_run[ended.key.workflow].append(ended._replace(outputs=made))
-            else:
+            elif self.journal.keeping.follows(ended.key.workflow) is None:
                 kept.append(ended.key)
         for id, some in by_run.items():
             run = self._active.get(id)
