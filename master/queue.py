@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.home import Home
+from peer.home import READ_BYTES_MIN, Home
 from peer.run import Run, TaskState
 from protocols.keeping.keeping import Deposed
 from protocols.messages import (
@@ -47,7 +47,9 @@ SITE_LOST_S = 120.0
 LOOK_S = 5.0
 WORKS_MAX = 1000
 SITES_MAX = 1000
-NEAR_DEPTH = 200
+PASSED_MAX = 5000  # units that are looked at in vain, for one request
+
+Row = tuple[float, int, Unit]
 
 
 def site_id(name: str) -> bytes:
@@ -78,8 +80,9 @@ class Pulled:
         self._sites = sites
         self._now = now
         self._units: dict[AttemptKey, Unit] = {}
-        self._heaps: dict[str | None, list[tuple[float, int, Unit]]] = defaultdict(list)
+        self._heaps: dict[str | None, list[Row]] = defaultdict(list)
         self._order = 0
+        self._near = 0  # units whose files are known to be somewhere
 
     def __len__(self) -> int:
         return len(self._units)
@@ -88,39 +91,58 @@ class Pulled:
         for unit in units:
             if unit.key not in self._units:
                 self._units[unit.key] = unit
+                self._near += bool(unit.near)
                 self._order += 1
                 row = (self._now() - unit.rank, self._order, unit)
                 heapq.heappush(self._heaps[unit.needs.site], row)
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
-            self._units.pop(key, None)
+            if key in self._units:
+                self._forget(self._units[key])
 
     def take(self, site: SiteState, count: int) -> list[Unit]:
-        """The next ones for this site; of those that could go anywhere, first what it has the files
-        of."""
+        """The next ones for this site: all whose files it has, so that it may choose for which of
+        its pilots; of the others as many as it has room for; and only if that is not enough, some
+        whose files are elsewhere."""
         found: list[Unit] = []
+        others: list[Row] = []
+        elsewhere: list[Row] = []
+        spare = count
         for which in (site.name, None):
             heap = self._heaps.get(which, [])
-            later: list[tuple[float, int, Unit]] = []
-            while heap and len(found) < count:
+            passed: list[Row] = []
+            while heap and len(found) < WORKS_MAX and len(passed) < PASSED_MAX:
                 row = heapq.heappop(heap)
                 unit = row[2]
                 if self._units.get(unit.key) is not unit:
                     continue  # withdrawn
-                elsewhere = unit.near and not any(peer in site.pilots for peer in unit.near)
-                if which is None and elsewhere and len(later) < NEAR_DEPTH and len(self._sites) > 1:
-                    later.append(row)
-                    continue
-                found.append(unit)
-                del self._units[unit.key]
-            while later and len(found) < count:
-                unit = later.pop(0)[2]
-                found.append(unit)
-                del self._units[unit.key]
-            for row in later:
+                if unit.near and any(peer in site.pilots for peer in unit.near):
+                    found.append(unit)
+                    spare -= 1
+                elif unit.near and which is None and len(self._sites) > 1:
+                    elsewhere.append(row)
+                elif len(others) < spare:
+                    others.append(row)
+                else:
+                    passed.append(row)
+                    if not self._near:
+                        break
+            for row in passed:
                 heapq.heappush(heap, row)
+        for row in (*others, *elsewhere):
+            if spare > 0:
+                found.append(row[2])
+                spare -= 1
+            else:
+                heapq.heappush(self._heaps[row[2].needs.site], row)
+        for unit in found:
+            self._forget(unit)
         return found
+
+    def _forget(self, unit: Unit) -> None:
+        del self._units[unit.key]
+        self._near -= bool(unit.near)
 
     def waiting_for(self, key: AttemptKey) -> str | None:
         unit = self._units.get(key)
@@ -149,6 +171,8 @@ class Pulled:
 
 class QueueHome(Home):
     """A home whose peers are sites."""
+
+    near_bytes_min = READ_BYTES_MIN
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)

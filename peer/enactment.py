@@ -19,6 +19,7 @@ from protocols.keeping.keeping import Keeping
 from protocols.keeping.tending import Tending
 from protocols.liveness import Liveness
 from protocols.members import Members
+from protocols.messages import Outcome
 from protocols.records import Records
 from protocols.rpc import Rpc
 from protocols.strategies.chemical.chemical import Chemical
@@ -130,6 +131,8 @@ class Enactment:
         self.home.relay = self.relay.report
         self.home.still_held_elsewhere = self.relay.still_held
         self.executor.on_room = self._room_changed
+        self.executor.on_made = self.pilot.made
+        self.executor.on_let_go = self._let_go
         self.executor.on_consumed = self.layer.consumed
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
@@ -184,6 +187,10 @@ class Enactment:
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),
         ]
+
+    def _let_go(self, ended: Outcome) -> None:
+        if ended.outputs:
+            self.pilot.heard()
 
     def _room_changed(self) -> None:
         self.booth.changed()

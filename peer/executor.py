@@ -156,6 +156,8 @@ class Executor:
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
         #: see the chemical layer
         self.on_consumed: Callable[[int, tuple[Room, ...]], None] = lambda version, asks: None
+        #: files were made here, in so many seconds
+        self.on_made: Callable[[float], None] = lambda took_s: None
         self.on_room: Callable[[], None] = lambda: None  # there may be more than before, or less
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
@@ -475,6 +477,8 @@ class Executor:
         self._ended(held, found)
 
     def _ended(self, held: _Held, found: dict[str, object]) -> None:
+        if found.get("outputs"):
+            self.on_made(self._clock() - held.started_at)
         self._admission.release(held.work.key)
         self.counts[f"attempts_{found['kind']}"] += 1
         self._keep(held, found)

@@ -98,6 +98,8 @@ async def _nowhere(peer: bytes, outcomes: list[Outcome]) -> Reported:
 
 
 class Home:
+    near_bytes_min = NEAR_BYTES_MIN
+
     def __init__(
         self,
         *,
@@ -548,7 +550,7 @@ class Home:
         held: Counter[bytes] = Counter()
         for name in task.inputs:
             file = run.file(name)
-            if file is not None and file.size >= NEAR_BYTES_MIN:
+            if file is not None and file.size >= self.near_bytes_min:
                 held.update(dict.fromkeys(file.holders, file.size))
         most = max(held.values(), default=0)
         return frozenset(peer for peer, size in held.items() if 2 * size > most)

@@ -157,9 +157,11 @@ class Relay:
             pending = None
             if self._anew:
                 continue
-            gap_s = GAP_S_MIN if self._hungry() else GAP_S
+            # what outcomes set free came with the answer: an empty one is not asked for again soon
+            gap_s = GAP_S_MIN if self._hungry() and answer.works else GAP_S
             await asyncio.sleep(max(0.0, began + gap_s - self._now()))
-            if not self._outcomes and not self._lost and not self._dead and not self._want():
+            news = self._outcomes or self._lost or self._dead
+            if not news and not (self._want() and answer.works):
                 await self._until_woken(POLL_S)
 
     async def _until_woken(self, limit_s: float) -> None:

@@ -155,12 +155,21 @@ class Config:
     pilots_round_s: float = 1.0  # for a whole round; each level of it has less
     pilots_gather_s: float = 0.0  # between what calls for a round and the round
     pilots_sweep_s: float = 5.0  # while something waits, all pilots are asked so often
+    pilots_sweep_s_max: float = 60.0
+    # Who has just made a file says that it has room when its home has heard of that: what reads the
+    # file may be the best it can get. Not for longer than this, nor than a part of what it ran.
+    pilots_settle_s: float = 1.0
+    pilots_settle_share: float = 0.05
+    # So long a task is left to those who hold its files; not longer than a part of what it takes.
+    pilots_local_s: float = 2.0
+    pilots_local_share: float = 0.05
     pilots_idle_s: float = 2.0  # a pilot says again that it has room
     pilots_spill_s: float = 1.0  # what finds no room at its site for so long goes to all sites
     pilots_post_s: float = 2.0  # a home says that it is still there
     pilots_patience_s: float = 3.0  # for an offer that is on its way
     pilots_ranks: int = 16  # that a pilot names at least; four for each seat
     pilots_lines_max: int = 5000  # on a site's list
+    pilots_cells_max: int = 300_000  # of the matrix that is solved exactly
     # --- tickets: see strategies/tickets
     # Bounds between the divisions of each numeric dimension, and how many divisions names have.
     cell_cores: tuple[float, ...] = (2, 8, 32)

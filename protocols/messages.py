@@ -907,6 +907,8 @@ class TaskList(Message):
     wait_s: Seconds = 0.0
     above: Annotated[tuple[PeerId, ...], Field(max_length=32)] = ()  # whom it came by
     excerpt: bool = False  # some lines to be ranked now, whatever list there is
+    # lines that are so young that only who holds files of theirs is to bid for them
+    young: Annotated[tuple[Natural, ...], Field(max_length=20_000)] = ()
 
 
 @numbered(82)

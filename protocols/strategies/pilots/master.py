@@ -104,6 +104,7 @@ class Master:
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
         self._swept_at = 0.0
+        self._sweep_s = config.pilots_sweep_s  # ever longer, while the list is not empty
         self._next = rng.getrandbits(40)
         self._round = rng.getrandbits(40)
         self._wake = asyncio.Event()
@@ -164,6 +165,8 @@ class Master:
         if order.open > 0 and not listed:
             w = order.wanting
             line = Line(order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank)
+            if not self._list.lines:
+                self._sweep_s = self._config.pilots_sweep_s
             self._list.put(line)
             if len(self._list.lines) > BUSY_LINES:
                 self.busy.set()
@@ -218,7 +221,7 @@ class Master:
 
     def _candidates(self, now: float) -> list[bytes]:
         pilots = [m.contact.id for m in self._site.pilots()]
-        if now - self._swept_at >= self._config.pilots_sweep_s:
+        if now - self._swept_at >= self._sweep_s:
             return pilots
         return [p for p in pilots if p not in self._asked or self._may_have_room(p)]
 
@@ -232,7 +235,7 @@ class Master:
     def _needs_round(self, now: float) -> bool:
         if not self._list.lines:
             return False
-        if now - self._swept_at >= self._config.pilots_sweep_s:
+        if now - self._swept_at >= self._sweep_s:
             return True
         return len(self._asked) < len(self._site.pilots()) or any(
             map(self._may_have_room, self._rooms)
@@ -244,7 +247,7 @@ class Master:
         config = self._config
         while True:
             try:
-                async with asyncio.timeout(config.pilots_sweep_s if self._orders else None):
+                async with asyncio.timeout(self._sweep_s if self._orders else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -272,10 +275,10 @@ class Master:
         if len(self._plain) == len(self._list.lines) and all(map(self._rooms.get, asked)):
             return self._share_out(asked)
         pilots = len(self._site.pilots())
+        if now - self._swept_at < self._sweep_s:
+            asked = self._enough_of(asked)
         everyone = len(asked) >= MANY * pilots and (
-            pilots > 16
-            or len(asked) == pilots
-            or now - self._swept_at >= self._config.pilots_sweep_s
+            pilots > 16 or len(asked) == pilots or now - self._swept_at >= self._sweep_s
         )
         self._round += 1
         if everyone:
@@ -285,9 +288,13 @@ class Master:
             self._told = self._list.version
         else:
             base, came, went = 0, self._excerpt(asked), ()
+        young = tuple(n for n in self._list.lines if self._is_young(self._orders[n], now))
+        if young:
+            asyncio.get_running_loop().call_later(self._config.pilots_local_s / 4, self._wake.set)
         message = TaskList.of(
             me, self._round, base, self._list.version, came, went, LOW, HIGH,
             () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, (), not everyone,
+            young,
         )  # fmt: skip
         self._fresh.clear()
         self.counts["rounds"] += 1
@@ -299,10 +306,31 @@ class Master:
         round = await self._pilot.lead(message)
         self.counts["bids"] += len(round.bids)
         landings = self._match(round.bids)
+        if everyone:
+            self._sweep_s = min(self._config.pilots_sweep_s_max, 2 * self._sweep_s)
         if landings:
             wanted = bool(self._list.lines)
             self._pilot.assigned(Assign.of(me, message.round, tuple(landings), wanted))
-        return bool(landings) or bool(self._fresh)
+        return bool(landings) or bool(self._fresh - set(young))
+
+    def _is_young(self, order: _Order, now: float) -> bool:
+        """It is left to those who hold its files for a moment: they may be about to say that they
+        have room."""
+        w, config = order.wanting, self._config
+        if not w.reads:
+            return False
+        share_s = config.pilots_local_share * (w.runtime_s or 0.0)
+        return now - order.since < min(config.pilots_local_s, share_s)
+
+    def _enough_of(self, pilots: list[bytes]) -> list[bytes]:
+        """Where few units meet many idle pilots: those who hold their files, and some others."""
+        units = sum(self._orders[n].open for n in self._list.lines) if self._list.lines else 0
+        enough = 4 * units + 8
+        if len(pilots) <= 2 * enough:
+            return pilots
+        wanted = {file for n in self._list.lines for file, _ in self._orders[n].wanting.reads}
+        holders = [p for p in pilots if not wanted.isdisjoint(self._held.get(p, ()))]
+        return list(dict.fromkeys((*holders[:enough], *self._rng.sample(pilots, enough))))
 
     def _share_out(self, pilots: list[bytes]) -> bool:
         """Tasks that read nothing: what pilots would bid is known, and they need not be asked."""
@@ -384,7 +412,7 @@ class Master:
                         ranks.add(p, line, rank)
             seats.append(most)
         units = [order.open for order in orders]
-        chosen, exactly = assign(seats, units, ranks)
+        chosen, exactly = assign(seats, units, ranks, self._config.pilots_cells_max)
         self.counts["exact" if exactly else "greedy"] += 1
         given: dict[tuple[int, int], int] = {}
         for p, line, count in chosen:

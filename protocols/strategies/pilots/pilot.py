@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 from collections import Counter, OrderedDict
@@ -55,6 +56,8 @@ ABOVE_MAX = 32
 RANKS_MAX = 256
 PLAIN_MAX = 256
 HELD_MAX = 64
+IDLE_S_MAX = 30.0
+SOON_S = 0.03  # from a home's word to its post at the master
 MIB = 1 << 20
 LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
 AVOIDED = 1e9  # rank that a task loses where it failed before
@@ -102,6 +105,7 @@ class Pilot:
         self._rounds: OrderedDict[RoundKey, _Round] = OrderedDict()
         self._meets: dict[Needs, bool] = {}
         self._wanted_until = 0.0
+        self._settled_at = 0.0
         self._told = Ticket(Capacity())
         self._wake = asyncio.Event()
         self._tasks = Tasks()
@@ -263,16 +267,20 @@ class Pilot:
         if message.excerpt:
             lines = {line.number: line for line in message.came}
             since = dict.fromkeys(lines, self._now())
-            ranks = self.rank(lines, since, ticket)
+            ranks = self.rank(lines, since, ticket, frozenset(message.young))
         else:
             copy = self._copy(message.master)
-            ranks = self.rank(copy.lines, copy.heard_at, ticket)
+            ranks = self.rank(copy.lines, copy.heard_at, ticket, frozenset(message.young))
         if not ranks:
             return None
         return Bid(self._rpc.me.id, ticket, tuple(ranks), message.version)
 
     def rank(
-        self, lines: dict[int, Line], since: dict[int, float], ticket: Ticket
+        self,
+        lines: dict[int, Line],
+        since: dict[int, float],
+        ticket: Ticket,
+        young: Collection[int] = (),
     ) -> list[tuple[int, float]]:
         now = self._now()
         speed = self._members.me.traits.speed
@@ -291,6 +299,8 @@ class Pilot:
                     local += size
                 else:
                     remote += size
+            if not local and number in young:
+                continue
             waited = line.waited_s + now - since[number]
             value = ranking(line.rank)(local / MIB, remote / MIB, speed, waited, line.hangs_s)
             if me in line.avoid:
@@ -374,6 +384,19 @@ class Pilot:
         if self._now() < self._wanted_until and self._is_more():
             self._wake.set()
 
+    def made(self, took_s: float) -> None:
+        """A task that took so long has left files here: what reads them is known soon."""
+        config = self._config
+        wait_s = min(config.pilots_settle_s, config.pilots_settle_share * took_s)
+        self._settled_at = max(self._settled_at, self._now() + wait_s)
+
+    def heard(self) -> None:
+        """Its home has heard of it."""
+        soon = self._now() + SOON_S
+        if self._settled_at > soon:
+            self._settled_at = soon
+            self._wake.set()
+
     def _is_more(self) -> bool:
         told, ticket = self._told, self._ticket()
         if any(new > old for new, old in zip(ticket.free, told.free, strict=True)):
@@ -384,14 +407,22 @@ class Pilot:
         return queued_s < before_s / 2 and before_s > 0.001
 
     async def run(self) -> None:
+        again_s = self._config.pilots_idle_s
         while True:
-            wait_s = self._config.pilots_idle_s if self._now() < self._wanted_until else None
+            wait_s = again_s if self._now() < self._wanted_until else None
             again = False
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
                 await asyncio.sleep(self._config.ticket_gather_s)
+                while (left_s := self._settled_at - self._now()) > 0:
+                    self._wake.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(left_s):
+                            await self._wake.wait()
+                again_s = self._config.pilots_idle_s
             except TimeoutError:
+                again_s = min(IDLE_S_MAX, 2 * again_s)
                 again = bool(slots(self._ticket().free, Capacity(millicores=1)))
             self._wake.clear()
             if self._now() < self._wanted_until and (again or self._is_more()):

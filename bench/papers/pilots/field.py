@@ -1,0 +1,289 @@
+"""Pilots of two sites and a task queue, on the simulator: the product's own parts on both sides.
+
+Section IV of the paper: about 100, 500 and 1,500 pilots, workflows of two steps (each task makes
+one file, those of the second step read those of the first), tasks of 3.3 minutes on average. Here a
+pilot has one core, tasks take 100 to 300 s, and files have 20,000 bytes, as it is their number that
+counts. Members are known to all and nobody dies: rounds, lists, caches and the queue are what is
+looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from master.queue import QueueHome
+from peer.enactment import Enactment
+from peer.transfer import Transfer, Unavailable
+from protocols.codec import pack_member
+from protocols.config import LAN, Config
+from protocols.data.cache import Room
+from protocols.members import Members, believe
+from protocols.messages import (
+    BlobPart,
+    Capacity,
+    Contact,
+    File,
+    Member,
+    Message,
+    Moved,
+    ReadBlob,
+    Traits,
+    Work,
+)
+from protocols.overlay.overlays import MADE_BY
+from protocols.records import Records
+from protocols.rpc import CallFailed, Rpc
+from sim.disk import Platter, SimDatabase
+from sim.files import SimBlobs, SimWorkshop
+from sim.host import QueueHost
+from sim.loop import run_out
+from sim.network import Network
+
+SITES = ("infiniband", "grid")
+TASK_S = 200.0
+KINDS = ("serial", "splitting", "merging")
+PARTS = ("pilot", "master pilot", "pilots", "relay", "relayed", "catalog", "holds")
+VIRTUAL_S_MAX = 20_000.0
+CONTACTS = 60
+
+FIELD = replace(LAN, lease_ttl_s=30.0, refresh_s=1e9, republish_s=1e9, record_ttl_s=1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    pilots: int = 100
+    tasks: int = 300
+    kind: str = "serial"
+    mode: str = "distributed"  # or greedy, centralised, pre-DHT
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Result:
+    seconds: float = 0.0
+    tasks: int = 0
+    requests: int = 0  # to the queue
+    delays: list[float] = field(default_factory=list)  # between two tasks of a pilot
+    moved: Counter[str] = field(default_factory=Counter)  # bytes that second steps read
+    running: list[tuple[float, int]] = field(default_factory=list)
+    asked: list[tuple[float, int]] = field(default_factory=list)  # requests so far
+    messages: int = 0
+    bytes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def delay_s(self) -> float:
+        return statistics.median(self.delays) if self.delays else 0.0
+
+    @property
+    def hits(self) -> float:
+        """Of what was read: from some cache."""
+        return (self.moved["local"] + self.moved["peer"]) / max(1, sum(self.moved.values()))
+
+    @property
+    def local(self) -> float:
+        return self.moved["local"] / max(1, sum(self.moved.values()))
+
+
+def document(kind: str, tasks: int, strategy: str = "pilots") -> dict[str, Any]:
+    """Two steps; how many read a file of the first says the kind."""
+    first = {"serial": tasks // 2, "splitting": tasks // 3, "merging": 2 * tasks // 3}[kind]
+    made: dict[str, Any] = {}
+    for i in range(first):
+        made[f"a{i}"] = {"command": ["work", f"{TASK_S:g}"], "outputs": [f"large.{i}"]}
+    for i in range(tasks - first):
+        reads = [f"large.{i % first}"]
+        if kind == "merging":
+            reads = [f"large.{(2 * i) % first}", f"large.{(2 * i + 1) % first}"]
+        made[f"b{i}"] = {
+            "command": ["work", f"{TASK_S:g}"], "inputs": reads, "outputs": [f"small.{i}"],
+        }  # fmt: skip
+    return {"name": kind, "strategy": strategy, "tasks": made}
+
+
+def known_to_all(members: list[Member], config: Config) -> list[Members]:
+    """One table for all of them."""
+    found = [Members(member, config) for member in members]
+    known = {member.contact.id: believe(pack_member(member)) for member in members}
+    order = sorted(known)
+    for one in found:
+        one._known, one._order, one._sorted = known, order, True
+        one._here, one._count = members, len(members)
+        one.speaker = order[0]
+    return found
+
+
+class Node:
+    """A pilot: all that a peer does with workflows, without what finds and watches others."""
+
+    def __init__(
+        self, network: Network, members: Members, config: Config, queue: Contact | None, seed: int
+    ) -> None:
+        contact = members.me.contact
+        wire = network.wire(contact)
+        rng = self.rng = random.Random(seed)
+        self.rpc = Rpc(contact, wire, rng, config)
+        wire.rpc = self.rpc
+        self.members = members
+        self.queue = queue
+        self.overlay = MADE_BY[config.overlay](self.rpc, rng, config)
+        self.records = Records(self.rpc, self.overlay, rng, config)
+        self.blobs = SimBlobs(Platter())
+        self.transfer = Transfer(
+            self.rpc, self.blobs, members, self.records, self._clock, random.Random(seed),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
+        platter = Platter()
+        nobody = SimpleNamespace(stir=lambda: None, suspect=lambda *_: None, watched=None)
+        self.enactment = Enactment(
+            rpc=self.rpc,
+            members=members,
+            liveness=nobody,  # type: ignore[arg-type]
+            records=self.records,
+            database=SimDatabase(platter, random.Random(seed)),  # type: ignore[arg-type]
+            blobs=self.blobs,  # type: ignore[arg-type]
+            transfer=self.transfer,
+            workshop=self.workshop,  # type: ignore[arg-type]
+            clock=self._clock,
+            rng=rng,
+            config=config,
+            exchange=self._exchange if queue is not None else None,
+        )
+        if queue is not None:
+            self.transfer.from_origin = self._from_queue
+        self.enactment.home.given.settled = True
+
+    def start(self, parts: tuple[str, ...] = PARTS) -> None:
+        self.work = [
+            asyncio.ensure_future(work) if name in parts else work.close()
+            for name, work in self.enactment.works()
+        ]
+
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _exchange(self, message: Message) -> Message:
+        assert self.queue is not None
+        return await self.rpc.call(self.queue, message, Message, 30.0)
+
+    async def _from_queue(self, file: File, hold: str, room: Room) -> None:
+        assert self.queue is not None
+        message = ReadBlob(hash=file.hash, offset=0, length=max(1, file.size))
+        try:
+            answer = await self.rpc.call(self.queue, message, BlobPart, 5.0)
+        except CallFailed as error:
+            raise Unavailable(str(error)) from None
+        self.blobs.keep(file.hash, answer.data, hold, room)
+
+
+def nodes(
+    network: Network, count: int, config: Config, queue: Contact | None, sites: tuple[str, ...]
+) -> list[Node]:
+    """Half of them at each site; each knows some others, and those beside it."""
+    rng = random.Random(7)
+    rows = []
+    for index in range(count):
+        id = random.Random(f"pilot {index}").randbytes(20)
+        contact = Contact(id, f"10.{index // 62500}.{index // 250 % 250}.{index % 250}", 7000)
+        traits = Traits("x86_64", "linux", sites[index % len(sites)])
+        rows.append(Member(contact, "", Capacity(1000, 2**30), traits, 1))
+    made = [
+        Node(network, members, config, queue, 1000 + index)
+        for index, members in enumerate(known_to_all(rows, config))
+    ]
+    by_id = sorted(rows, key=lambda m: m.contact.id)
+    place = {m.contact.id: i for i, m in enumerate(by_id)}
+    for node in made:
+        at = place[node.rpc.me.id]
+        beside = by_id[max(0, at - 8) : at + 9]
+        for other in (*beside, *rng.sample(rows, min(CONTACTS, count))):
+            if other.contact.id != node.rpc.me.id:
+                node.overlay.saw(other.contact)
+    return made
+
+
+class Field:
+    """One run of the product's own way: distributed, or with the paper's greedy assignment."""
+
+    def __init__(self, plan: Experiment) -> None:
+        self.plan = plan
+        self.result = Result(tasks=plan.tasks)
+        self.network = Network(plan.seed)
+        cells = 0 if plan.mode == "greedy" else FIELD.pilots_cells_max
+        self.config = replace(FIELD, pilots_cells_max=cells)
+
+    async def run(self) -> Result:
+        plan, result = self.plan, self.result
+        queue = QueueHost(self.network, self.config, 0.0)
+        queue.start([])
+        made = nodes(self.network, plan.pilots, self.config, queue.peer.contact, SITES)
+        ended: dict[bytes, float] = {}
+        count = 0
+
+        def begin(node: Node, work: Work) -> None:
+            nonlocal count
+            count += 1
+            at = self._now()
+            result.running.append((at, count))
+            if node.rpc.me.id in ended:
+                result.delays.append(at - ended[node.rpc.me.id])
+
+        def end(node: Node, work: Work) -> None:
+            nonlocal count
+            count -= 1
+            result.running.append((self._now(), count))
+            ended[node.rpc.me.id] = self._now()
+
+        for node in made:
+            node.workshop.on_begin = lambda work, node=node: begin(node, work)  # type: ignore[misc]
+            node.workshop.on_end = lambda work, node=node: end(node, work)  # type: ignore[misc]
+            node.start()
+        text = json.dumps(document(plan.kind, plan.tasks)).encode()
+        home = queue.enactment.home
+        assert isinstance(home, QueueHome)
+        await asyncio.sleep(5.0)
+        assert home.given.settled
+        began = self._now()
+        id, _ = await queue.enactment.gateway.submit(text, {}, "somebody", False)
+        run = home.get(id)
+        assert run is not None
+        while not run.over:
+            await asyncio.sleep(5.0)
+            result.asked.append((self._now() - began, home.queue_counts["requests"]))
+            assert self._now() < VIRTUAL_S_MAX, dict(run.counts)
+        assert run.state == "succeeded", run.reason
+        result.seconds = max(
+            a.outcome.ended_at for t in run.tasks.values() for a in t.attempts if a.outcome
+        )
+        result.seconds -= began
+        result.running = [(at - began, n) for at, n in result.running]
+        result.requests = home.queue_counts["requests"]
+        for task in run.tasks.values():
+            moved = task.won.moved if task.won is not None else Moved()
+            result.moved.update(moved._asdict())
+        for node in made:
+            result.counts.update(node.enactment.pilot.counts)
+            result.counts.update(
+                {f"master {k}": v for k, v in node.enactment.master.counts.items()}
+            )
+            result.counts.update({f"relay {k}": v for k, v in node.enactment.relay.counts.items()})
+            result.bytes += node.rpc.counts.bytes_sent
+        result.messages = self.network.sent
+        return result
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def experiment(plan: Experiment) -> Result:
+    from .models import Model
+
+    random.seed(plan.seed)
+    return run_out((Field if plan.mode in ("distributed", "greedy") else Model)(plan).run())
