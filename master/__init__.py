@@ -1,0 +1,1 @@
+"""The optional service: a task queue."""

@@ -12,6 +12,7 @@ import msgpack
 
 from protocols import messages
 from protocols.messages import CHECKED_NEEDS, Argument, Capacity, File, Value, Work
+from protocols.strategies.pilots.ranking import problem as rank_problem
 from protocols.strategy import Placed
 from workflow import document, quantities, tree, wfformat
 from workflow.model import Needs, Task, Workflow
@@ -132,6 +133,8 @@ def read_document(text: bytes, options: dict[str, object]) -> Workflow:
             float(str(options.get("size_scale", 1.0))),
         )
     else:
-        found = document.from_value(value, lines, policy_problem=policy_problem)
+        found = document.from_value(
+            value, lines, policy_problem=policy_problem, rank_problem=rank_problem
+        )
     strategy = options.get("strategy")
     return found if strategy is None else replace(found, strategy=str(strategy))

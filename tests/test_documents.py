@@ -153,7 +153,7 @@ CASES = [
      "/inputs/y", "exactly one"),
     ("name: x\ninputs: {y: {path: z}}\ntasks: {a: {command: [x]}}", "/inputs/y/path", "PUT /v1/blobs"),
     ("name: x\ninputs: {y: {blob: z}}\ntasks: {a: {command: [x]}}", "/inputs/y/blob", "64 hexa"),
-    ("name: x\ninputs: {y: {url: 'file:///etc/passwd'}}\ntasks: {a: {command: [x]}}",
+    ("name: x\ninputs: {y: {url: 'ftp://there/file'}}\ntasks: {a: {command: [x]}}",
      "/inputs/y/url", "http"),
     ("name: x\ninputs: {../y: {text: z}}\ntasks: {a: {command: [x]}}", "/inputs/..~1y", "'..'"),
     ("name: !!python/object:os.system x\ntasks: {a: {command: [x]}}", "/name", "tag"),

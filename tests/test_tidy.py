@@ -17,7 +17,7 @@ ARROWS = {
     "master": {"workflow", "protocols", "peer"},  # a queue is a home, with sites for peers
     "valence": {"workflow", "protocols", "peer", "master"},
     "sim": {"workflow", "protocols", "peer", "master"},
-    "bench": {"workflow", "protocols", "peer", "master", "valence", "sim"},
+    "bench": {"workflow", "protocols", "peer", "master", "valence", "sim", "chaos"},
     "chaos": {"workflow", "protocols", "peer", "master", "valence"},
     "fuzz": {"workflow", "protocols", "peer", "master", "valence"},
 }

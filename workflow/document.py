@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace as _replace
 from datetime import datetime
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
@@ -57,11 +56,23 @@ def from_value(
     *,
     client: bool = False,
     policy_problem: Callable[[str], str | None] = lambda text: None,
+    rank_problem: Callable[[str], str | None] = lambda text: None,
 ) -> Workflow:
-    """`policy_problem` says what is wrong with a policy: rules are read by others."""
+    """`policy_problem` and `rank_problem` say what is wrong with what is read by others."""
     reader = _Reader(Problems(lines), client)
     reader.policy_problem = policy_problem
+    reader.rank_problem = rank_problem
     return reader.read(value)
+
+
+def _quoted(name: str) -> str:
+    """As a part of a URL."""
+    return "".join(
+        c
+        if c.isascii() and (c.isalnum() or c in "-._~/")
+        else "".join(f"%{byte:02X}" for byte in c.encode())
+        for c in name
+    )
 
 
 def _needs(found: NeedsDocument) -> Needs:
@@ -92,6 +103,7 @@ class _Reader:
         self.problems = problems
         self.client = client
         self.policy_problem: Callable[[str], str | None] = lambda text: None
+        self.rank_problem: Callable[[str], str | None] = lambda text: None
         self.inputs: dict[str, Source] = {}
         self.tasks: dict[str, Task] = {}
         self.places: dict[str, Path] = {}  # task → where its template stands
@@ -131,6 +143,7 @@ class _Reader:
             policies=tuple(head.get("policies", ())),
             strict=head.get("levels") == "strict",
             deliver=deliver,
+            rank=head.get("rank", ""),
             strategy=head.get("strategy", "auto"),
             deadline=None if head.get("deadline") is None else str(head["deadline"]),
             inputs=self.inputs,
@@ -154,6 +167,10 @@ class _Reader:
             trouble = self.policy_problem(text) if isinstance(text, str) else None
             if trouble:
                 self.problems.add(("policies", index), trouble)
+        rank = value.get("rank")
+        trouble = self.rank_problem(rank) if isinstance(rank, str) and rank else None
+        if trouble:
+            self.problems.add(("rank",), trouble)
         strategy = value.get("strategy", "auto")
         if isinstance(strategy, str) and strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -182,7 +199,9 @@ class _Reader:
             elif not made or made[0] not in self.producers:
                 self.problems.add(path, f"no task makes {name}")
             else:
-                found.update((one, url + quote(one) if url.endswith("/") else url) for one in made)
+                found.update(
+                    (one, url + _quoted(one) if url.endswith("/") else url) for one in made
+                )
         twice = [url for url, count in Counter(found.values()).items() if count > 1]
         if twice:
             self.problems.add(("deliver",), f"two outputs would be written to {twice[0]}")

@@ -170,6 +170,12 @@ class WorkflowDocument(_Strict):
         max_length=50,
         description="What to do when something happens: the names of shipped ones, or rules.",
     )
+    rank: str = Field(
+        default="",
+        max_length=200,
+        description="For the strategy pilots: an expression by which a pilot ranks its tasks, over "
+        "local and remote (MiB of inputs it holds, or not), speed, waited and hangs (seconds).",
+    )
     deliver: dict[str, str] = Field(
         default_factory=dict,
         max_length=1000,

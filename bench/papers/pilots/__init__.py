@@ -1,0 +1,1 @@
+"""The experiments of seed 003: late-binding overlays."""

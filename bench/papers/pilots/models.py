@@ -85,7 +85,7 @@ class Model:
         best, most = None, -1
         for name in self.runnable:
             reads = self.reads[name]
-            if any(self.made_at[file] != site for file in reads):
+            if reads and all(self.made_at[file] != site for file in reads):
                 continue
             held = sum(file in cache for file in reads)
             if held > most:
@@ -102,7 +102,7 @@ class Model:
             await self._ask(REQUEST_S + EXAMINE_S * len(self.runnable))
             name = self._best(cache, site)
             if name is None:
-                await asyncio.sleep(5.0)
+                await asyncio.sleep(30.0)
                 continue
             del self.runnable[name]
             await self._ask(REQUEST_S)  # downloads it

@@ -14,6 +14,13 @@ from ...messages import Member
 class Site:
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._pilots: dict[str, list[Member]] = {}
+        self._masters: dict[str, bytes] | None = None
+        members.listen(self._changed)
+
+    def _changed(self, old: Member | None, new: Member) -> None:
+        self._pilots.clear()
+        self._masters = None
 
     @property
     def name(self) -> str:
@@ -22,22 +29,23 @@ class Site:
     def pilots(self, site: str | None = None) -> list[Member]:
         """Those who are here."""
         name = self.name if site is None else site
-        return [m for m in self._members.here() if m.traits.site == name]
+        found = self._pilots.get(name)
+        if found is None:
+            found = [m for m in self._members.here() if m.traits.site == name]
+            self._pilots[name] = found
+        return found
 
     def master(self, site: str) -> bytes | None:
-        alive = [m.contact.id for m in self.pilots(site) if self._members.is_alive(m.contact.id)]
-        found = min(alive, default=None)
-        return (
-            found
-            if found is not None
-            else min((m.contact.id for m in self.pilots(site)), default=None)
-        )
+        found = self.masters().get(site)
+        return found or min((m.contact.id for m in self.pilots(site)), default=None)
 
     def masters(self) -> dict[str, bytes]:
         """Of every site."""
-        found: dict[str, bytes] = {}
-        for member in self._members.here():
-            id, site = member.contact.id, member.traits.site
-            if self._members.is_alive(id) and (site not in found or id < found[site]):
-                found[site] = id
-        return found
+        if self._masters is None:
+            found: dict[str, bytes] = {}
+            for member in self._members.here():
+                id, site = member.contact.id, member.traits.site
+                if self._members.is_alive(id) and (site not in found or id < found[site]):
+                    found[site] = id
+            self._masters = found
+        return self._masters

@@ -1,0 +1,153 @@
+"""The task queue and its sites, live: pulled in bulk, nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.processes import committed
+from chaos.queues import Queue, work
+from valence.client import Problem, Unreachable
+
+from .conftest import Cluster, wait_for
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[Queue]:
+    made = Queue(tmp_path / "queue")
+    yield made
+    made.close()
+
+
+def joined(queue: Queue, cluster: Cluster, pilots: int) -> None:
+    queue.start(cluster.token)
+    wait_for(lambda: _pilots(queue) == pilots, 30)
+
+
+def _pilots(queue: Queue) -> int:
+    try:
+        return len(queue.client().peers())
+    except (OSError, Problem, Unreachable):
+        return 0
+
+
+def test_a_workflow_through_the_queue_files_and_all(
+    own_cluster: Callable[..., Cluster], queue: Queue
+) -> None:
+    cluster = own_cluster(3, VALENCE_QUEUE=queue.url)
+    joined(queue, cluster, 3)
+    client = queue.client()
+    big = "head -c 300000 /dev/zero > big; echo done"
+    document = {
+        "name": "through the queue",
+        "inputs": {"words": {"text": "a b c"}},
+        "tasks": {
+            "count": {"command": "wc -w < words > n", "inputs": ["words"], "outputs": ["n"]},
+            "make": {"command": big, "outputs": ["big"]},
+            "size": {"command": "wc -c < big > size", "inputs": ["big", "n"], "outputs": ["size"]},
+            "keep": {"command": "cp big kept", "inputs": ["big"], "outputs": ["kept"]},
+            "seven": {"call": "operator:add", "args": [3, 4]},
+        },
+    }
+    workflow = client.submit(document)
+    assert workflow.id.startswith("q")
+    assert workflow.wait() == "succeeded", workflow.view()
+    assert workflow.read("size") == b"300000\n"
+    assert workflow.read("kept") == bytes(300_000), "from the pilot that made it"
+    assert workflow.read("big") == bytes(300_000), "an intermediate one"
+    assert workflow.values()["seven"] == 7
+    assert workflow.log("make") == b"done\n"
+    shown = queue.shown()
+    assert shown["sites"][0]["pilots"] == 3
+    assert shown["sites"][0]["out"] == 0
+    failing = client.submit({"name": "f", "tasks": {"x": {"command": "exit 3"}}})
+    assert failing.wait() == "failed"
+    assert failing.task("x")["exit_code"] == 3
+    sleeping = client.submit({"name": "s", "tasks": {"x": {"command": "sleep 60"}}})
+    wait_for(lambda: sleeping.task("x")["state"] == "running", 20)
+    sleeping.cancel()
+    assert sleeping.wait() == "cancelled"
+    wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()), 20)
+
+
+def test_the_master_and_the_queue_killed_in_the_middle(
+    own_cluster: Callable[..., Cluster], queue: Queue
+) -> None:
+    cluster = own_cluster(4, "--cpus", "2", VALENCE_QUEUE=queue.url)
+    joined(queue, cluster, 4)
+    count = 150
+    workflow = queue.client().submit(work(count, 0.1))
+    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 20, 30)
+    cluster.kill(min(peer["id"] for peer in cluster.peers()))
+    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 60, 30)
+    queue.kill()
+    lowest = min(peer["id"] for peer in cluster.peers())
+    left = next(i for i, peer in enumerate(cluster.peers()) if peer["id"] != lowest)
+    direct = cluster.client(left)
+    assert direct.submit(work(10, 0.01)).wait() == "succeeded", "without the queue"
+    queue.start(cluster.token)
+    wait_for(lambda: _pilots(queue) == 3, 30)
+    again = queue.client().workflow(workflow.id)
+    assert again.wait() == "succeeded"
+    assert again.read("total").split() == [str(sum(range(count))).encode()]
+    each = committed(queue.data / "peer.db", workflow.id)
+    assert len(each) == count + 1
+    assert set(each.values()) == {1}
+
+
+def test_who_may_ask_and_what_is_no_question(queue: Queue, cluster: Cluster) -> None:
+    queue.start(cluster.token)
+    wait_for(lambda: _healthy(queue), 20)
+
+    def post(body: bytes, token: str) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"{queue.url}/v1/queue", body, headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["detail"]
+            return int(error.code)
+
+    made = cluster.cli("token", "--owner", "eve", "--scope", "submit", "--lasting", "1h")
+    eve = made.stdout.strip()
+    assert post(b"", "wrong-token-of-some-length") == 401
+    assert post(b"", eve) == 403, "tasks are for the cluster's own"
+    assert post(b"", cluster.token) == 400
+    assert post(b"\xc1" * 100, cluster.token) == 400
+    gang = {"name": "g", "tasks": {"a": {"command": "true", "peers": 2}}}
+    with pytest.raises(Problem, match="several peers"):
+        queue.client().submit(gang)
+    lonely = queue.client().submit({"name": "l", "tasks": {"a": {"command": "true"}}})
+    assert "no master pilot" in lonely.task("a")["waiting_for"]
+
+
+def _healthy(queue: Queue) -> bool:
+    try:
+        with urllib.request.urlopen(f"{queue.url}/healthz", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_help_and_bad_settings_of_the_queue(tmp_path: Path) -> None:
+    import sys
+
+    def run(*words: str, **variables: str) -> Any:
+        environment = {"PATH": "/usr/bin:/bin", **variables}
+        command = [sys.executable, "-m", "master", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+
+    assert "--http-port" in run("--help").stdout
+    assert "--join" not in run("--help").stdout
+    found = run("--data", str(tmp_path / "q"))
+    assert found.returncode == 2
+    assert "token" in found.stderr
+    assert "Traceback" not in found.stderr
