@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench papers fuzz soak crowd chaos up clean
+.PHONY: demo test check bench papers shootout data fuzz soak crowd chaos up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ $(VENV)/papers: $(VENV)/run
 papers: $(VENV)/papers  ## the experiments of the papers, as tables and plots; ARGS="--sizes 50,100" for less
 	@$(BIN)/python -m bench.papers.tickets $(ARGS)
 	@$(BIN)/python -m bench.papers.chemical
+	@$(BIN)/python -m bench.papers.pilots
+shootout: $(VENV)/run  ## all strategies on the same work, simulated and live; ARGS=--json for a script
+	@$(BIN)/python -m bench.shootout $(ARGS)
+data: $(VENV)/run  ## the data plane, live: a hot file, a killed source, wrong chunks, a small cache
+	@$(BIN)/python -m bench.data $(ARGS)
 $(VENV)/fuzz: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
 fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
@@ -38,6 +43,8 @@ soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARG
 	@$(BIN)/python -m sim --seeds 1000 --strategy tickets
 	@$(BIN)/python -m sim --seeds 500 --strategy chemical
 	@$(BIN)/python -m sim --seeds 500 --strategy chemical --overlay chord
+	@$(BIN)/python -m sim --seeds 500 --strategy pilots
+	@$(BIN)/python -m sim --seeds 500 --queue
 	@$(BIN)/python -m sim --seeds 500 --mutants
 crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
 	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \

@@ -54,7 +54,9 @@ class Host:
         skew_s: float,
         site: str = "here",
         queue: Contact | None = None,
+        labels: tuple[str, ...] = (),
     ) -> None:
+        self.labels = labels
         self.index = index
         self.platter = Platter()
         self.capacity = capacity
@@ -91,7 +93,7 @@ class Host:
             self.index,
             self._config,
             self.capacity,
-            Traits(arch="x86_64", os="linux", site=self.site),
+            Traits(arch="x86_64", os="linux", site=self.site, labels=self.labels),
             boot=self.platter.boots,
             life=self.life,
         )

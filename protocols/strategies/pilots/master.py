@@ -288,9 +288,10 @@ class Master:
             self._told = self._list.version
         else:
             base, came, went = 0, self._excerpt(asked), ()
-        young = tuple(n for n in self._list.lines if self._is_young(self._orders[n], now))
-        if young:
-            asyncio.get_running_loop().call_later(self._config.pilots_local_s / 4, self._wake.set)
+        young = tuple(n for n in self._list.lines if self._young_s(self._orders[n], now) > 0)
+        if young:  # when the first of them is not any more, they are for everybody
+            soonest_s = min(self._young_s(self._orders[n], now) for n in young)
+            asyncio.get_running_loop().call_later(soonest_s + 0.001, self._wake.set)
         message = TaskList.of(
             me, self._round, base, self._list.version, came, went, LOW, HIGH,
             () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, (), not everyone,
@@ -313,14 +314,14 @@ class Master:
             self._pilot.assigned(Assign.of(me, message.round, tuple(landings), wanted))
         return bool(landings) or bool(self._fresh - set(young))
 
-    def _is_young(self, order: _Order, now: float) -> bool:
-        """It is left to those who hold its files for a moment: they may be about to say that they
+    def _young_s(self, order: _Order, now: float) -> float:
+        """For so long it is left to those who hold its files: they may be about to say that they
         have room."""
         w, config = order.wanting, self._config
         if not w.reads:
-            return False
+            return 0.0
         share_s = config.pilots_local_share * (w.runtime_s or 0.0)
-        return now - order.since < min(config.pilots_local_s, share_s)
+        return order.since + min(config.pilots_local_s, share_s) - now
 
     def _enough_of(self, pilots: list[bytes]) -> list[bytes]:
         """Where few units meet many idle pilots: those who hold their files, and some others."""
@@ -392,6 +393,8 @@ class Master:
     def _match(self, bids: list[Bid]) -> list[Landing]:
         """Seats now, by the largest sum of ranks; then places in queues, in equal parts."""
         now = self._now()
+        for bid in bids:
+            self._rooms[bid.pilot] = bid.ticket  # also if it would have none of these
         bids = [bid for bid in bids if bid.ranks]
         numbers = {n for bid in bids for n, _ in bid.ranks if n in self._list.lines}
         orders = [self._orders[n] for n in sorted(numbers) if n in self._orders]

@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import random
 from collections import Counter, OrderedDict
@@ -57,6 +56,7 @@ RANKS_MAX = 256
 PLAIN_MAX = 256
 HELD_MAX = 64
 IDLE_S_MAX = 30.0
+QUICK_S = 0.1
 SOON_S = 0.03  # from a home's word to its post at the master
 MIB = 1 << 20
 LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
@@ -106,6 +106,12 @@ class Pilot:
         self._meets: dict[Needs, bool] = {}
         self._wanted_until = 0.0
         self._settled_at = 0.0
+        self._made_at = 0.0
+        self._hears_s = QUICK_S / 2  # from a file that is made to its home's word, of late
+        self._calm = asyncio.Event()
+        self._calm.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._again = False  # say that there is room, also if that was said before
         self._told = Ticket(Capacity())
         self._wake = asyncio.Event()
         self._tasks = Tasks()
@@ -259,7 +265,7 @@ class Pilot:
     # ----------------------------------------------------------------- ranking
 
     def bid(self, message: TaskList) -> Bid | None:
-        """What this pilot would like most; None if it has no room."""
+        """What this pilot would like most, if anything; None if it has no room."""
         ticket = self._ticket()
         self._told = ticket
         if not any(ticket.free) and not ticket.queue_units:
@@ -271,8 +277,6 @@ class Pilot:
         else:
             copy = self._copy(message.master)
             ranks = self.rank(copy.lines, copy.heard_at, ticket, frozenset(message.young))
-        if not ranks:
-            return None
         return Bid(self._rpc.me.id, ticket, tuple(ranks), message.version)
 
     def rank(
@@ -286,6 +290,7 @@ class Pilot:
         speed = self._members.me.traits.speed
         held = self._held()
         me = self._rpc.me.id
+        unsettled = now < self._settled_at
         found = []
         most = 0
         for number, line in lines.items():
@@ -299,7 +304,7 @@ class Pilot:
                     local += size
                 else:
                     remote += size
-            if not local and number in young:
+            if not local and line.reads and (unsettled or number in young):
                 continue
             waited = line.waited_s + now - since[number]
             value = ranking(line.rank)(local / MIB, remote / MIB, speed, waited, line.hangs_s)
@@ -385,16 +390,30 @@ class Pilot:
             self._wake.set()
 
     def made(self, took_s: float) -> None:
-        """A task that took so long has left files here: what reads them is known soon."""
+        """A task that took so long has left files here: what reads them is known soon. Until then
+        this pilot does not bid for what reads the files of others."""
         config = self._config
-        wait_s = min(config.pilots_settle_s, config.pilots_settle_share * took_s)
-        self._settled_at = max(self._settled_at, self._now() + wait_s)
+        self._made_at = self._now()
+        self._settle(min(config.pilots_settle_s, config.pilots_settle_share * took_s))
 
     def heard(self) -> None:
         """Its home has heard of it."""
-        soon = self._now() + SOON_S
-        if self._settled_at > soon:
-            self._settled_at = soon
+        self._hears_s += 0.2 * (min(1.0, self._now() - self._made_at) - self._hears_s)
+        if self._settled_at > self._now() + SOON_S:
+            self._settle(SOON_S)
+
+    def _settle(self, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._settled_at = loop.time() + wait_s
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_later(wait_s, self._settled)
+        self._calm.clear()
+
+    def _settled(self) -> None:
+        self._calm.set()
+        if self._ticket().free.millicores > 0:
+            self._again = True
             self._wake.set()
 
     def _is_more(self) -> bool:
@@ -410,21 +429,20 @@ class Pilot:
         again_s = self._config.pilots_idle_s
         while True:
             wait_s = again_s if self._now() < self._wanted_until else None
-            again = False
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
                 await asyncio.sleep(self._config.ticket_gather_s)
-                while (left_s := self._settled_at - self._now()) > 0:
-                    self._wake.clear()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(left_s):
-                            await self._wake.wait()
+                # Where homes are quick to hear, what reads its files is known in a moment: that is
+                # waited for. Where they are not, it says at once that it has room.
+                if self._hears_s <= QUICK_S:
+                    await self._calm.wait()
                 again_s = self._config.pilots_idle_s
             except TimeoutError:
                 again_s = min(IDLE_S_MAX, 2 * again_s)
-                again = bool(slots(self._ticket().free, Capacity(millicores=1)))
+                self._again = self._ticket().free.millicores > 0
             self._wake.clear()
+            again, self._again = self._again, False
             if self._now() < self._wanted_until and (again or self._is_more()):
                 self._say_idle()
 
@@ -440,6 +458,8 @@ class Pilot:
         self._rpc.tell(contact, Idle.of(ticket, known))
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         await self._tasks.close()
 
     def _now(self) -> float:
