@@ -10,6 +10,7 @@ RUN python3 -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.tom
 COPY workflow workflow
 COPY protocols protocols
 COPY peer peer
+COPY master master
 COPY valence valence
 COPY sim sim
 COPY bench bench

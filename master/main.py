@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m master") -> int:
     # it is a cluster of its own, of one: nobody else ever needs its key
     environment["VALENCE_CLUSTER_KEY"] = secrets.token_hex(32)
     environment.setdefault("VALENCE_DATA", "valence-queue")
-    for name in ("JOIN", "HOST", "PORT", "ADVERTISE", "QUEUE", "SITE"):
+    for name in ("JOIN", "HOST", "PORT", "ADVERTISE", "QUEUE", "SITE", "CPUS", "MEMORY"):
         environment.pop(f"VALENCE_{name}", None)
     environment["VALENCE_KEEPERS"] = "1"
     try:

@@ -32,6 +32,10 @@ def main(argv: list[str] | None = None) -> int:
         from peer.main import main as peer_main
 
         return peer_main(arguments[1:], "valence peer")
+    if arguments[:1] == ["queue"]:
+        from master.main import main as queue_main
+
+        return queue_main(arguments[1:], "valence queue")
     options = _parser().parse_args(arguments)
     display = Display()
     try:
@@ -99,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--detach", action="store_true", help="run it in the background")
     add("down", _down, "Stop the local cluster.")
     commands.add_parser("peer", help="Run one peer; see `valence peer --help`.")
+    commands.add_parser("queue", help="Run a task queue; see `valence queue --help`.")
 
     sub = listing("submit", _submit, "Submit a workflow document or a WfFormat instance.")
     sub.add_argument("file", help="YAML or JSON; - reads standard input")
