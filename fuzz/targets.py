@@ -152,6 +152,23 @@ def _sample_messages() -> Iterator[messages.Message]:
     yield messages.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
     yield messages.Unwished(needs=needs)
     yield messages.InUse(scale=scale, kinds=((needs, 5.0),))
+    yield messages.Chunk(data=b"x" * 40, have=b"\x05", ask=(_ME,))
+    yield messages.OpenedBlob(size=3 << 20, sheet=b"s" * 48, have=b"\x07")
+    wanting = messages.Wanting(3, messages.Needs(), 5, 1, reads=((b"8" * 8, 70_000),))
+    yield messages.PostUnits(units=(wanting,), lines=1, anew=True)
+    line = messages.Line(9, messages.Needs(), reads=((b"8" * 8, 70_000),), rank="local - remote")
+    yield messages.TaskList(
+        master=_ME, round=1, base=0, version=4, came=(line,), went=(3,), low=_ME, high=_ME,
+        young=(9,),
+    )  # fmt: skip
+    ticket = messages.Ticket(messages.Capacity(1000))
+    yield messages.Bids(master=_ME, round=1, bids=(messages.Bid(_ME, ticket, ((9, 1.5),)),))
+    landing = messages.Landing(_ME, _ME, 3, messages.Needs(), 2, rank=1.5)
+    yield messages.Assign(master=_ME, round=1, landings=(landing,), wanted=True)
+    key = messages.AttemptKey("q1", "t", 1)
+    ended = messages.Outcome(key, "ok", moved=messages.Moved(1, 2, 3), missing=(b"h" * 32,))
+    yield messages.PullTasks(site="s", token=1, request=2, outcomes=((_ME, ended),), held=(key,))
+    yield messages.PulledTasks(works=(messages.Work(key, 0, messages.Needs()),), kept=(key,))
     yield messages.Wave(members=(pack_member(member),), end=_ME, digest=7, about=b"x")
     yield messages.Shortfall(claim=1, cell=_ME, promised=2)
     yield Offer(claim=1, cell=_ME, leases=(1, 2))

@@ -115,11 +115,12 @@ class Answers:
         here = self.knows(id)
         home = b"" if here else keeping.follows(id) or b""
         replica = keeping.replicas.get(id)
-        epoch, birth = replica.promised if replica else 0, 0
+        # (of one that is over, the copy is on the disk only)
+        copy = replica or (keeping.shelf.replica(id) if here else None)
+        epoch, birth = (copy.promised, 0) if copy else (0, 0)
         run = self._home.remembered(id)
-        if run is not None and not run.cancelling:
-            found = replica or keeping.shelf.replica(id)
-            epoch, birth = (found.promised, found.birth) if found else (epoch, 0)
+        if run is not None and not run.cancelling and copy is not None:
+            birth = copy.birth
         return FoundHome(here=here, epoch=epoch, home=home, kept=replica is not None, birth=birth)
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:

@@ -54,7 +54,8 @@ from .home import QUEUED, READ_BYTES_MIN, READS_MAX
 log = logging.getLogger("valence.relay")
 
 POLL_S = 2.0
-GAP_S, GAP_S_MIN = 0.5, 0.02
+GAP_S = 0.15  # between two requests: what ends within it shares the next
+MORE_S = 0.5  # before more is asked for, where there is enough to go on with
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
 ANSWER_S = 10.0
 WORKS_MAX = 2000
@@ -158,11 +159,10 @@ class Relay:
             if self._anew:
                 continue
             # what outcomes set free came with the answer: an empty one is not asked for again soon
-            gap_s = GAP_S_MIN if self._hungry() and answer.works else GAP_S
-            await asyncio.sleep(max(0.0, began + gap_s - self._now()))
-            news = self._outcomes or self._lost or self._dead
-            if not news and not (self._want() and answer.works):
-                await self._until_woken(POLL_S)
+            await asyncio.sleep(max(0.0, began + GAP_S - self._now()))
+            if self._outcomes or self._lost or self._dead or (self._hungry() and answer.works):
+                continue
+            await self._until_woken(MORE_S if self._want() and answer.works else POLL_S)
 
     async def _until_woken(self, limit_s: float) -> None:
         self._wake.clear()

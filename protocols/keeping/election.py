@@ -26,13 +26,15 @@ from dataclasses import dataclass
 import msgpack
 
 from ..members import State
-from ..messages import Candidacy, Contact, Elect, Elected, Vote
+from ..messages import Candidacy, Contact, Elect, Elected, FindHome, FoundHome, Vote
 from ..rpc import CallFailed
 from .keeping import Keeping
 from .replica import Replica, forced, forced_epoch, majority, next_epoch, odd, shown
 from .shelf import Write
 
 CHECK_S = 5.0
+
+ASK_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -324,6 +326,9 @@ class Elections:
         Each of them promises the new epoch first, so of two that try it at once one fails; both
         may succeed only if they don't hear each other, and then in eras of their own."""
         keeping, me = self._keeping, self._keeping.rpc.me.id
+        if await self._goes_on_elsewhere(workflow, replica):
+            self._lost_since[workflow] = self._now()
+            return
         known = max(self._seen.get(workflow, 0), replica.promised)
         epoch = forced_epoch(known, me)
         if epoch is None:
@@ -355,6 +360,26 @@ class Elections:
         )
         left = (me, *others)
         self._take_office(workflow, epoch, "forced", why, left[: odd(len(left))])
+
+    async def _goes_on_elsewhere(self, workflow: str, replica: Replica) -> bool:
+        """Others may keep it by now, and this copy be one of before: it was away when they
+        began."""
+        keeping = self._keeping
+        slots = asyncio.Semaphore(ASK_AT_ONCE)
+
+        async def ask(contact: Contact) -> bool:
+            async with slots:
+                try:
+                    message = FindHome(workflow=workflow)
+                    limit_s = keeping.config.stand_answer_s
+                    found = await keeping.rpc.call(contact, message, FoundHome, limit_s)
+                except CallFailed:
+                    return False
+                return (found.here or found.kept) and found.epoch > replica.promised
+
+        me = keeping.rpc.me.id
+        others = [m.contact for m in keeping.members.here() if m.contact.id != me]
+        return any(await asyncio.gather(*map(ask, others)))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
