@@ -22,6 +22,7 @@ log = logging.getLogger("valence.holds")
 ASK_S_MIN = 0.5  # between two rounds of questions
 AT_ONCE = 16
 HASHES_MAX = 2000
+WORKFLOWS_MAX = 64  # that are asked about in one round
 #: from so much of the quota on, room is made before it is needed
 HIGH_WATER = 0.8
 LOOK_S = 5.0
@@ -38,6 +39,8 @@ class Holds:
         self._find_home = find_home
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -ASK_S_MIN
+        self._asked: dict[str, int] = {}
+        self._round = 0
         blobs.on_pressure = self.ask
 
     async def run(self) -> None:
@@ -65,8 +68,14 @@ class Holds:
             async with slots:
                 await self._ask(workflow, hashes)
 
-        held = self._blobs.cache.held_for()
-        await asyncio.gather(*(one(*row) for row in held.items()))
+        held = list(self._blobs.cache.held_for().items())
+        held.sort(key=lambda row: self._asked.get(row[0], 0))  # who was asked longest ago first
+        for workflow, _ in held[:WORKFLOWS_MAX]:
+            self._round += 1
+            self._asked[workflow] = self._round
+        for gone in self._asked.keys() - {workflow for workflow, _ in held}:
+            del self._asked[gone]
+        await asyncio.gather(*(one(*row) for row in held[:WORKFLOWS_MAX]))
 
     async def _ask(self, workflow: str, hashes: list[bytes]) -> None:
         home = await self._find_home(workflow)
