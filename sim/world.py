@@ -369,7 +369,8 @@ class World:
 
     def _why(self, workflow: str) -> str:
         """What the peers themselves say."""
-        for host in self.up():
+        queue = [self.queue] if self.queue is not None and self.queue.up else []
+        for host in (*self.up(), *queue):
             run = host.enactment.home.get(workflow)
             if run is not None and not run.over:
                 waits = [

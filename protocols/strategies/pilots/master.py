@@ -272,10 +272,12 @@ class Master:
         now = self._now()
         me = self._rpc.me.id
         asked = self._candidates(now)
-        if len(self._plain) == len(self._list.lines) and all(map(self._rooms.get, asked)):
+        sweeping = now - self._swept_at >= self._sweep_s  # what is believed of them may be wrong
+        plain = len(self._plain) == len(self._list.lines)
+        if plain and not sweeping and all(map(self._rooms.get, asked)):
             return self._share_out(asked)
         pilots = len(self._site.pilots())
-        if now - self._swept_at < self._sweep_s:
+        if not sweeping:
             asked = self._enough_of(asked)
         everyone = len(asked) >= MANY * pilots and (
             pilots > 16 or len(asked) == pilots or now - self._swept_at >= self._sweep_s

@@ -167,6 +167,7 @@ class Pilot:
     async def lead(self, message: TaskList) -> _Round:
         """The master's own part: after this, all bids that came in time."""
         round = self._open((message.master, message.round), None)
+        self._wanted_until = self._now() + WANTED_S
         if not message.excerpt:
             copy = self._copy(message.master)
             copy.follow(message.base, message.version, message.came, message.went, self._now())

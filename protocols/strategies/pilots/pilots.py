@@ -280,8 +280,8 @@ class Pilots:
             self.name,
             [(sender.id, len(message.leases), "")],
             known=self._members.count,
-            why=f"round {message.round} of master {message.master.hex()[:8]} gave it to this pilot,"
-            f" which ranked it at {message.rank:.6g}",
+            why=f"round {message.round % 100_000} of master {message.master.hex()[:8]} gave it to"
+            f" this pilot, which ranked it at {message.rank:.6g}",
         )
         for lease in message.leases:
             unit = self._waiting.pop(group) if group is not None else None
