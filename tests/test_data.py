@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -282,3 +285,22 @@ def test_the_catalog_names_holders_until_the_file_goes() -> None:
             task.cancel()
 
     at(5, scenario)
+
+
+# --------------------------------------------------------------------------- live
+
+
+def test_live_a_hot_file_a_killed_source_and_a_bad_disk() -> None:
+    """As `make data` measures it, in small."""
+    found = {}
+    command = [sys.executable, "-m", "bench.data", "hot", "killed", "corrupt", "--mib", "24"]
+    done = subprocess.run([*command, "--peers", "5"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in done.stdout.splitlines():
+        row = json.loads(line)
+        found[row["work"]] = row
+    assert found["hot"]["origin sent, times the file"] == 1.0
+    assert found["hot"]["most that one peer sent, times the file"] <= 3.0
+    assert found["killed"]["state"] == "succeeded"
+    assert found["corrupt"]["state"] == "succeeded"
+    assert found["corrupt"]["corrupt chunks that were found"] >= 1

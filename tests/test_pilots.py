@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
@@ -196,3 +200,44 @@ def test_who_is_too_far_behind_gets_all_of_it() -> None:
     assert base == whole.version - 4
     assert len(came) == 2
     assert len(went) == 2
+
+
+# --------------------------------------------------------------------------- under faults
+
+
+@pytest.mark.parametrize("more", [("--strategy", "pilots"), ("--queue",)], ids=lambda m: m[-1])
+def test_whole_worlds_with_pilots_and_with_a_queue(more: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "sim", "--seed", "2001", "--seeds", "24", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert "24 runs, 0 violations" in done.stdout, done.stdout[-3000:]
+
+
+def computed(expression: str) -> Any:
+    """In a process of its own: these simulations leave their loops as they are."""
+    text = (
+        "import json; from bench.papers.pilots.broadcast import broadcast; "
+        "from bench.papers.pilots.field import Experiment, experiment; "
+        f"print(json.dumps({expression}))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_a_broadcast_reaches_all_and_nobody_sends_to_more_than_eight() -> None:
+    calm, dead, lossy = computed(
+        "[broadcast(300), broadcast(300, dead=0.1), broadcast(300, loss=0.05)]"
+    )
+    assert calm["reached"] == calm["bids"] == 1.0
+    assert calm["regions sent to, at most"] <= 8
+    assert calm["lists received, at most"] == 1
+    assert dead["reached"] == 1.0
+    assert lossy["reached"] >= 0.99
+
+
+def test_a_serial_workflow_through_the_queue_stays_where_its_files_are() -> None:
+    made = "(lambda r: [r.hits, r.local, r.delay_s])(experiment(Experiment(60, 180, 'serial')))"
+    hits, local, delay_s = computed(made)
+    assert hits == 1.0
+    assert local >= 0.9
+    assert delay_s < 1.0
