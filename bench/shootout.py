@@ -245,26 +245,28 @@ def simulate(strategies: Iterable[str], directory: Path | None) -> list[dict[str
 
 
 def live(strategies: Iterable[str], directory: Path | None) -> list[dict[str, Any]]:
+    """For each strategy peers of its own: what one has left in their caches helps no other."""
     rows = []
-    with tempfile.TemporaryDirectory(prefix="valence-shootout-") as home:
-        pool = Live(Path(home))
-        try:
-            works: list[tuple[str, dict[str, Any], dict[str, float]]] = [
-                ("fork-join of 500", with_outputs(fork_join(slept)), {}),
-                ("one peer in ten suits", with_outputs(scarce(slept)), {}),
-                ("much data", with_outputs(heavy(slept, filled)), {}),
-            ]
-            scales = {"time_scale": TIME_SCALE, "size_scale": SIZE_SCALE}
-            works += [(name, value, scales) for name, value in instances(directory)]
-            for strategy in strategies:
+    works: list[tuple[str, dict[str, Any], dict[str, float]]] = [
+        ("fork-join of 500", with_outputs(fork_join(slept)), {}),
+        ("one peer in ten suits", with_outputs(scarce(slept)), {}),
+        ("much data", with_outputs(heavy(slept, filled)), {}),
+    ]
+    scales = {"time_scale": TIME_SCALE, "size_scale": SIZE_SCALE}
+    works += [(name, value, scales) for name, value in instances(directory)]
+    for strategy in strategies:
+        with tempfile.TemporaryDirectory(prefix="valence-shootout-") as home:
+            pool = Live(Path(home))
+            try:
                 pool.run(with_outputs(scarce(slept)), strategy)  # warm
-            for name, document, scaled in works:
-                for strategy in strategies:
+                for name, document, scaled in works:
                     found = pool.run(document, strategy, **scaled)
                     rows.append({"where": "live", "work": name, "strategy": strategy, **found})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        finally:
-            pool.close()
+            finally:
+                pool.close()
+    order = [name for name, *_ in works]
+    rows.sort(key=lambda row: order.index(str(row["work"])))
     return rows
 
 
