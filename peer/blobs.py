@@ -56,6 +56,7 @@ class Blobs:
         self._turn = asyncio.Lock()
         self._sheets: OrderedDict[bytes, Sheet] = OrderedDict()
         self._sheets_bytes = 0
+        self._making: dict[bytes, asyncio.Future[Sheet]] = {}
         self._root = directory / "blobs"
         self._parts = directory / "parts"
         shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
@@ -385,13 +386,20 @@ class Blobs:
     async def sheet(self, hash: bytes) -> Sheet:
         """The digests of its chunks: computed when somebody first asks for them."""
         sheet = self._sheets.get(hash)
-        if sheet is None:
-            size = self.cache.size(hash) or 0
-            with self.cache.pinned([hash]):
-                sheet = await asyncio.to_thread(_sheet, self.path(hash), size)
-            self.know_sheet(hash, sheet)
-        else:
+        if sheet is not None:
             self._sheets.move_to_end(hash)
+            return sheet
+        making = self._making.get(hash)  # once, however many ask
+        if making is None:
+            making = self._making[hash] = asyncio.ensure_future(self._make_sheet(hash))
+            making.add_done_callback(lambda _: self._making.pop(hash, None))
+        return await asyncio.shield(making)
+
+    async def _make_sheet(self, hash: bytes) -> Sheet:
+        size = self.cache.size(hash) or 0
+        with self.cache.pinned([hash]):
+            sheet = await asyncio.to_thread(_sheet, self.path(hash), size)
+        self.know_sheet(hash, sheet)
         return sheet
 
     def know_sheet(self, hash: bytes, sheet: Sheet) -> None:

@@ -46,6 +46,7 @@ RANGES_AT_ONCE = 4
 TRANSFERS_MAX = 16
 SMALL_BYTES = 64 * 1024  # several of them share a message
 BATCH_BLOBS = 256
+ORIGIN_AFTER = 4  # tries with peers, some seconds in all
 COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
 #: what is smaller is fetched from where it was made, or made again: not worth a record
 RECORD_BYTES_MIN = 64 * 1024
@@ -77,6 +78,7 @@ class Transfer:
         self.swarm = Swarm(rpc, blobs, members, rng)
         self.from_origin: FromOrigin | None = None
         self._rpc = rpc
+        self._rng = rng
         self._blobs = blobs
         self._members = members
         self._under_way: dict[bytes, asyncio.Task[str]] = {}
@@ -283,13 +285,20 @@ class Transfer:
         """From peers; else from where it came from. Says which."""
         try:
             async with self._slots:
-                try:
-                    await self.swarm.fetch(file, hold, room, self.catalog.find)
-                    return "peer"
-                except Unavailable as error:
-                    if not file.url or self.from_origin is None:
-                        raise
-                    log.info("%s from its origin: %s", file.name, error)
+                # holders that are only thought to be gone may be back in a moment; and where all
+                # readers turn to the origin at once, it serves them all
+                tries = ORIGIN_AFTER if file.holders else 1
+                for attempt in range(tries):
+                    try:
+                        await self.swarm.fetch(file, hold, room, self.catalog.find)
+                        return "peer"
+                    except Unavailable as error:
+                        if not file.url or self.from_origin is None:
+                            raise
+                        log.info("%s, try %d of %d: %s", file.name, attempt + 1, tries, error)
+                    if attempt < tries - 1:
+                        await asyncio.sleep(2**attempt * self._rng.uniform(0.5, 1.5))
+                assert self.from_origin is not None
                 await self.from_origin(file, hold, room)
                 return "origin"
         finally:

@@ -37,13 +37,14 @@ SERVED_MAX = 256  # that wait for their turn, or for a chunk that is on its way 
 WAIT_S = 8.0  # for such a chunk
 CHUNK_S = 15.0
 OPEN_S = 5.0
+SHEET_BYTES_PER_S = 50e6  # at least, by who computes the digests of all chunks first
 GIVEN_MAX = 16  # names kept for a chunk
 CROWDS_MAX = 256
 CROWD_S = 60.0  # after the last one asked, it has dispersed
 COPIES_GIVE = 3
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 5.0
 CORRUPT_MAX = 3
-STALL_S = 20.0
+STALL_S = 30.0
 SEEK_S = 2.0  # between two looks into the catalog
 LIES_MAX = 4
 
@@ -394,7 +395,8 @@ class Swarm:
         source.on_the_way += 1
         try:
             message = OpenBlob(hash=fetch.file.hash)
-            answer = await self._rpc.call(source.contact, message, OpenedBlob, OPEN_S)
+            limit_s = OPEN_S + fetch.file.size / SHEET_BYTES_PER_S
+            answer = await self._rpc.call(source.contact, message, OpenedBlob, limit_s)
         except CallFailed as error:
             self._failed(fetch, source, error)
             return
