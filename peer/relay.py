@@ -54,6 +54,7 @@ from .home import QUEUED, READ_BYTES_MIN, READS_MAX
 log = logging.getLogger("valence.relay")
 
 POLL_S = 2.0
+ANEW_S = 60.0
 GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
@@ -91,6 +92,7 @@ class Relay:
         self._token = 0  # 0: not in office
         self._number = 0
         self._anew = False
+        self._anew_at = 0.0
         self._works: dict[AttemptKey, Work] = {}  # pulled, and not placed
         self._epochs: dict[str, int] = {}
         self._outcomes: dict[AttemptKey, tuple[bytes, Outcome]] = {}
@@ -140,6 +142,8 @@ class Relay:
             if not self.in_office:
                 await self._take_office()
             began = self._now()
+            # now and then all of it, so that the two sides never disagree for long
+            self._anew = self._anew or began - self._anew_at > ANEW_S
             pending = pending or await self._request()
             try:
                 answer = await self._exchange(pending)
@@ -198,6 +202,8 @@ class Relay:
     async def _request(self) -> PullTasks:
         self._number += 1
         anew, self._anew = self._anew, False
+        if anew:
+            self._anew_at = self._now()
         pilots = self._site.pilots()
         here = frozenset(m.contact.id for m in pilots)
         held = await self._ask_pilots(pilots) if anew else ()
@@ -239,7 +245,10 @@ class Relay:
                 return tuple(answer.keys)
 
         found = await asyncio.gather(*map(ask, pilots))
-        waiting = {key for keys in found for key in keys} | set(self._works) | set(self._outcomes)
+        waiting = dict.fromkeys(key for keys in found for key in keys)
+        waiting.update(dict.fromkeys((*self._works, *self._outcomes)))
+        for peer in self.given.peers():  # perhaps on its way there; else it is asked about
+            waiting.update(dict.fromkeys(self.given.to(peer)))
         return tuple(waiting)
 
     def _seats(self) -> int:
