@@ -6,7 +6,7 @@ tasks by one criterion: the site that asks. Whatever is finer is the site's own 
 Rules:
 - A task that was given out is at its site until its outcome came, its loss was reported, or a new
   master of the site does not have it. The journal says so before the task is on its way.
-- Two requests with one number are one request.
+- Two requests with one number are one request, and one of before the last is none.
 - A site that says nothing for long is lost, with all that it had.
 """
 
@@ -240,9 +240,10 @@ class QueueHome(Home):
             site.heard_at = asyncio.get_running_loop().time()
             if message.token != site.token and not message.anew:
                 return PulledTasks(again=True)
-            if message.token == site.token and message.request == site.number and site.answer:
+            if message.token == site.token and message.request <= site.number and site.answer:
+                # one of before, that was long on its way, is nobody's any more
                 self.queue_counts["repeats"] += 1
-                return site.answer
+                return site.answer if message.request == site.number else PulledTasks()
             answer = await self._pull(site, message)
             site.token, site.number, site.answer = message.token, message.request, answer
             return answer
@@ -270,7 +271,9 @@ class QueueHome(Home):
             self._lost([(k, f"it is not at site {site.name} any more") for k in gone], begun=False)
             for run in self.active():
                 self._place_ready(run)
-        works = await self._give(site, self.pulled.take(site, min(WORKS_MAX, message.want)))
+        # who begins anew gets nothing: it may be a master of before, whose word was late
+        units = [] if message.anew else self.pulled.take(site, min(WORKS_MAX, message.want))
+        works = await self._give(site, units)
         ended, site.to_end = tuple(site.to_end), {}
         self.queue_counts["given"] += len(works)
         self.queue_counts["outcomes"] += len(message.outcomes)

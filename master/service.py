@@ -21,6 +21,7 @@ from peer.gateway import Gateway
 from peer.http import Http
 from peer.transfer import Fetched, Transfer, Unavailable
 from protocols.codec import Kind, Malformed, decode, encode
+from protocols.keeping.place import QUEUED
 from protocols.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
 from protocols.rpc import Refused
 
@@ -28,7 +29,6 @@ from .queue import QueueHome
 
 log = logging.getLogger("valence.queue")
 
-MESSAGE_BYTES_MAX = 16 << 20
 FETCH_S = 600.0
 CHUNK_BYTES = 1 << 20
 PACKED = "application/msgpack"
@@ -182,7 +182,7 @@ class QueueDaemon(Daemon):
         assert isinstance(gateway, QueueGateway)
         self.transfer.home = self.http.home = gateway.home = home
         self.transfer.token = self._settings.token
-        gateway.prefix = "q"
+        gateway.prefix = QUEUED
         home.url_of = lambda hash: f"{self.members.me.http}/v1/blobs/sha256:{hash.hex()}"
         self.metrics.counters(
             "queue", "What sites asked for and brought", lambda: dict(home.queue_counts)

@@ -16,6 +16,7 @@ from protocols.config import Config
 from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
+from protocols.keeping.place import is_queued
 from protocols.keeping.tending import Tending
 from protocols.liveness import Liveness
 from protocols.members import Members
@@ -46,7 +47,7 @@ from .holds import Holds
 from .home import Home
 from .journal import Journal
 from .locate import Locate
-from .relay import Exchange, Relay, is_queued
+from .relay import Exchange, Relay
 from .shelf import Shelf
 from .storage import Storage
 from .transfer import Transfer

@@ -27,6 +27,7 @@ import msgpack
 from pydantic import ValidationError
 
 from protocols.admission import Admission
+from protocols.keeping.place import is_queued
 from protocols.members import Members, State
 from protocols.messages import (
     Abort,
@@ -81,7 +82,6 @@ EPOCHS_MAX = 10_000
 STILL_WANTED_MAX = 500
 #: what nobody has known anything of for so long is not reported any more
 UNKNOWN_S_MAX = 600.0
-QUEUED = "q"  # see peer.home
 
 
 FindHome = Callable[[str], Awaitable[bytes | None]]
@@ -732,9 +732,9 @@ class Executor:
 
     def _ask_held(self, sender: Contact, message: AskHeld) -> HeldHere:
         """Attempts of a task queue's workflows, in any state."""
-        keys = [key for key in self._held if key.workflow.startswith(QUEUED)]
+        keys = [key for key in self._held if is_queued(key.workflow)]
         boxes = self._outbox.values()
-        keys += [key for box in boxes for key in box if key.workflow.startswith(QUEUED)]
+        keys += [key for box in boxes for key in box if is_queued(key.workflow)]
         return HeldHere(keys=tuple(dict.fromkeys(keys))[:20_000])
 
     def _describe(self, sender: Contact, message: Describe) -> Described:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from protocols.keeping.keeping import Deposed
+from protocols.keeping.place import is_queued
 from protocols.keeping.replica import shown
 from protocols.members import Members, State
 from protocols.messages import (
@@ -86,7 +87,6 @@ CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
-QUEUED = "q"  # so begin the ids of workflows that are in a task queue
 
 
 #: outcomes of a peer, and what becomes of them
@@ -683,7 +683,7 @@ class Home:
         relayed: list[Outcome] = []
         for ended in message.outcomes:
             id = ended.key.workflow
-            if id.startswith(QUEUED):
+            if is_queued(id):
                 relayed.append(ended)
                 continue
             self._heard_of(sender.id, ended)
@@ -742,7 +742,7 @@ class Home:
         """Only the home can say, and only of what counts: another home might undo the rest."""
         id = message.workflow
         elsewhere = self.still_held_elsewhere
-        if id.startswith(QUEUED) and not self.knows(id) and elsewhere is not None:
+        if is_queued(id) and not self.knows(id) and elsewhere is not None:
             return await elsewhere(message)
         run = self._active.get(id) or (self.get(id) if self.journal.is_over(id) else None)
         found = run.unwanted(message.hashes) if run is not None else []
@@ -804,7 +804,8 @@ class Home:
         instead: list[str] = []
         rivals: set[str] = set()
         seen: set[str] = set()
-        for ended in outcomes:
+        # a result first: beside a failure of another attempt it is what counts of the two
+        for ended in sorted(outcomes, key=lambda ended: ended.kind != "ok"):
             task = run.tasks[ended.key.task]
             attempt = task.attempt(ended.key.number)
             stale = (

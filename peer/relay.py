@@ -49,16 +49,14 @@ from protocols.tasks import Tasks
 
 from .executor import size_bytes
 from .given import Given
-from .home import QUEUED, READ_BYTES_MIN, READS_MAX
+from .home import READ_BYTES_MIN, READS_MAX
 
 log = logging.getLogger("valence.relay")
 
 POLL_S = 2.0
-ANEW_S = 60.0
 GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
-ANSWER_S = 10.0
 WORKS_MAX = 2000
 OUTCOMES_MAX, OUTCOMES_BYTES_MAX = 1000, 2 << 20
 ASK_AT_ONCE = 64
@@ -92,18 +90,18 @@ class Relay:
         self._token = 0  # 0: not in office
         self._number = 0
         self._anew = False
-        self._anew_at = 0.0
         self._works: dict[AttemptKey, Work] = {}  # pulled, and not placed
         self._epochs: dict[str, int] = {}
-        self._outcomes: dict[AttemptKey, tuple[bytes, Outcome]] = {}
-        self._acks: dict[AttemptKey, asyncio.Future[bool]] = {}
+        # by pilot: an attempt whose first pilot was believed lost may end at two of them
+        self._outcomes: dict[tuple[bytes, AttemptKey], Outcome] = {}
+        self._acks: dict[tuple[bytes, AttemptKey], asyncio.Future[bool]] = {}
         self._lost: dict[AttemptKey, str] = {}
         self._dead: set[bytes] = set()
         self._told: frozenset[bytes] = frozenset()  # pilots that the queue knows of
         self._ahead = 0
         self._wake = asyncio.Event()
         self._tasks = Tasks()
-        members.listen(self._member_changed, at_stake=self._works)
+        members.listen(self._member_changed)
 
     @property
     def in_office(self) -> bool:
@@ -142,8 +140,6 @@ class Relay:
             if not self.in_office:
                 await self._take_office()
             began = self._now()
-            # now and then all of it, so that the two sides never disagree for long
-            self._anew = self._anew or began - self._anew_at > ANEW_S
             pending = pending or await self._request()
             try:
                 answer = await self._exchange(pending)
@@ -193,27 +189,26 @@ class Relay:
         """Another one is master: it learns from the pilots what is here."""
         self._token = 0
         self._pilots.withdraw(list(self._works))
-        self._works.clear()
-        self._lost.clear()
+        for rows in (self._works, self._lost, self._outcomes):  # pilots keep what is not kept
+            rows.clear()
         for future in self._acks.values():
             if not future.done():
                 future.set_result(False)
+        self._acks.clear()
 
     async def _request(self) -> PullTasks:
         self._number += 1
         anew, self._anew = self._anew, False
-        if anew:
-            self._anew_at = self._now()
         pilots = self._site.pilots()
         here = frozenset(m.contact.id for m in pilots)
         held = await self._ask_pilots(pilots) if anew else ()
         outcomes: list[tuple[bytes, Outcome]] = []
         size = 0
-        for row in self._outcomes.values():
-            size += size_bytes(row[1])
+        for (pilot, _), ended in self._outcomes.items():
+            size += size_bytes(ended)
             if outcomes and (size > OUTCOMES_BYTES_MAX or len(outcomes) >= OUTCOMES_MAX):
                 break
-            outcomes.append(row)
+            outcomes.append((pilot, ended))
         message = PullTasks(
             site=self._site.name,
             token=self._token,
@@ -240,13 +235,14 @@ class Relay:
                 except CallFailed:
                     return ()  # dead, or as good as that
                 for key in answer.keys:
-                    if key not in self._outcomes:
+                    if (member.contact.id, key) not in self._outcomes:
                         self.given.add(member.contact.id, key)
                 return tuple(answer.keys)
 
         found = await asyncio.gather(*map(ask, pilots))
         waiting = dict.fromkeys(key for keys in found for key in keys)
-        waiting.update(dict.fromkeys((*self._works, *self._outcomes)))
+        waiting.update(dict.fromkeys(self._works))
+        waiting.update(dict.fromkeys(key for _, key in self._outcomes))
         for peer in self.given.peers():  # perhaps on its way there; else it is asked about
             waiting.update(dict.fromkeys(self.given.to(peer)))
         return tuple(waiting)
@@ -265,11 +261,13 @@ class Relay:
         return not self._works and bool(self._want())
 
     def _take(self, asked: PullTasks, answer: PulledTasks) -> None:
-        for key in answer.kept:
-            self._outcomes.pop(key, None)
-            future = self._acks.pop(key, None)
-            if future is not None and not future.done():
-                future.set_result(True)
+        kept = set(answer.kept)
+        for pilot, ended in asked.outcomes:  # what was told, not what came since
+            if ended.key in kept:
+                self._outcomes.pop((pilot, ended.key), None)
+                future = self._acks.pop((pilot, ended.key), None)
+                if future is not None and not future.done():
+                    future.set_result(True)
         for key, _ in asked.lost:
             self._lost.pop(key, None)
         self._dead.difference_update(asked.dead)
@@ -327,8 +325,9 @@ class Relay:
             self._pilots.add(_unit(work, self._site.name) for work in again)
 
     def _on_lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
+        ended = {key for _, key in self._outcomes}
         for key, reason in rows:
-            if key not in self._outcomes:
+            if key not in ended:
                 self._lost[key] = reason
         self.given.drop_anywhere(key for key, _ in rows)
         self._wake.set()
@@ -360,10 +359,10 @@ class Relay:
         loop = asyncio.get_running_loop()
         for ended in outcomes:
             self.given.drop(peer, [ended.key])
-            self._outcomes[ended.key] = (peer, ended)
-            future = self._acks.get(ended.key)
+            self._outcomes[peer, ended.key] = ended
+            future = self._acks.get((peer, ended.key))
             if future is None or future.done():
-                future = self._acks[ended.key] = loop.create_future()
+                future = self._acks[peer, ended.key] = loop.create_future()
             waits.append(future)
         self._wake.set()
         await asyncio.wait(waits, timeout=ACK_S)
@@ -396,7 +395,3 @@ def _unit(work: Work, site: str) -> Unit:
         near=near,
         reads=tuple(sorted(large, key=lambda row: (-row[1], row[0]))[:READS_MAX]),
     )
-
-
-def is_queued(workflow: str) -> bool:
-    return workflow.startswith(QUEUED)

@@ -17,6 +17,7 @@ from peer.home import Home
 from peer.transfer import Transfer, Unavailable
 from protocols.config import Config
 from protocols.data.cache import Room as CacheRoom
+from protocols.keeping.place import QUEUED
 from protocols.messages import (
     BlobPart,
     Capacity,
@@ -229,7 +230,7 @@ class QueueHost(Host):
         home = self.enactment.home
         assert isinstance(home, QueueHome)
         home.url_of = lambda hash: "queue"
-        self.enactment.gateway.prefix = "q"
+        self.enactment.gateway.prefix = QUEUED
         self.peer.rpc.on(PullTasks, self._pull)
         self.watching = asyncio.ensure_future(home.watch())
 

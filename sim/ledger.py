@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from master.queue import site_id
-from peer.home import QUEUED
 from peer.shelf import unpack
+from protocols.keeping.place import is_queued
 from protocols.keeping.replica import TAG_BITS, forced, shown
 from protocols.messages import AttemptKey, Entry, Outcome, Work
 
@@ -254,7 +254,7 @@ class Ledger:
         if story.layers and not self.lax:
             self._in_turn(key, story)
         own = work.epoch % 2**TAG_BITS == zlib.crc32(host.id)  # this very peer's, as its home
-        by = site_id(host.site) if key.workflow.startswith(QUEUED) else host.id
+        by = site_id(host.site) if is_queued(key.workflow) else host.id
         given = (key.task, key.number, by, work.epoch)
         if not own and given not in story.started and forced(work.epoch) == story.era:
             raise Violation(f"{key} was given away before that was agreed on")
@@ -286,7 +286,7 @@ class Ledger:
         if RANK in task and (task, ended.key.number) in story.given_back:
             return  # its gang has begun anew
         if ended.kind == "ok" and not needless and task not in story.ever_won:
-            by = site_id(host.site) if ended.key.workflow.startswith(QUEUED) else host.id
+            by = site_id(host.site) if is_queued(ended.key.workflow) else host.id
             given = (ended.key.task, ended.key.number, by, ended.epoch)
             if given in story.started:
                 raise Violation(f"{ended.key}: its result was let go, and does not count")

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peer.answers import Problem
-from peer.home import QUEUED
 from protocols.config import LAN, Config
+from protocols.keeping.place import is_queued
 from protocols.keeping.replica import majority, shown
 from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
 
@@ -351,7 +351,7 @@ class World:
             if not self.ledger.over(workflow):
                 self._copies(workflow)
                 raise Violation(f"{workflow} never came to its end: {self._why(workflow)}")
-            if workflow.startswith(QUEUED):
+            if is_queued(workflow):
                 continue  # the queue's own disk has it
             if held[workflow] < majority(min(self.plan.keepers, len(there))):
                 self._copies(workflow)
@@ -548,7 +548,7 @@ class World:
         self._guard(lambda: self.ledger.tells(workflow, state))
 
     def _host_for(self, workflow: str) -> Host:
-        if self.queue is not None and workflow.startswith(QUEUED):
+        if self.queue is not None and is_queued(workflow):
             return self.queue
         return self._any()
 

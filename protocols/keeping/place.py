@@ -17,6 +17,14 @@ from ..overlay.overlays import far
 PLACE_DIGITS = 4
 
 
+#: so begin the ids of workflows that are in a task queue
+QUEUED = "q"
+
+
+def is_queued(workflow: str) -> bool:
+    return workflow.startswith(QUEUED)
+
+
 def new_id(me: bytes, rng: random.Random, prefix: str = "w") -> str:
     return f"{prefix}{rng.getrandbits(48):012x}{me.hex()[:PLACE_DIGITS]}"
 

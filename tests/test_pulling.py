@@ -1,0 +1,106 @@
+"""What the task queue makes of a master pilot's requests, whatever comes late, twice or side by
+side. Simulated: the queue's own code, asked directly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from master.queue import QueueHome
+from peer.run import Run
+from protocols.config import LAN
+from protocols.messages import Outcome, PulledTasks, PullTasks, Work
+from sim.host import QueueHost
+from sim.loop import run_out
+from sim.network import Network
+
+ANN, BOB = b"a" * 20, b"b" * 20
+SITE = "here"
+
+
+class Asked:
+    """A queue with one workflow, and a site's master that asks."""
+
+    def __init__(self, home: QueueHome, run: Run) -> None:
+        self.home = home
+        self.run = run
+        self.number = 0
+
+    async def pull(self, token: int = 7, request: int | None = None, **more: object) -> PulledTasks:
+        self.number += 1
+        number = self.number if request is None else request
+        message = PullTasks(site=SITE, token=token, request=number, **more)  # type: ignore[arg-type]
+        return await self.home.pull(message)
+
+    async def given(self) -> Work:
+        """The next attempt of the only task."""
+        for _ in range(100):
+            works = (await self.pull(want=1)).works
+            if works:
+                return works[0]
+            await asyncio.sleep(0.1)
+        raise AssertionError("nothing was given")
+
+
+def asked(story: Callable[[Asked], Awaitable[None]]) -> None:
+    async def tell() -> None:
+        host = QueueHost(Network(1), LAN, 0.0)
+        host.start([])
+        await asyncio.sleep(5.0)
+        document = {"name": "w", "strategy": "pilots", "tasks": {"x": {"command": "true"}}}
+        text = json.dumps(document).encode()
+        id, _ = await host.enactment.gateway.submit(text, {}, "somebody", False)
+        home = host.enactment.home
+        assert isinstance(home, QueueHome)
+        run = home.get(id)
+        assert run is not None
+        await story(Asked(home, run))
+
+    run_out(tell())
+
+
+def ended(work: Work, kind: str) -> Outcome:
+    return Outcome(work.key, kind, epoch=work.epoch, started_at=1.0, ended_at=2.0)
+
+
+def test_a_late_result_counts_beside_a_failure_of_a_newer_attempt() -> None:
+    async def story(queue: Asked) -> None:
+        await queue.pull(anew=True)
+        first = await queue.given()
+        await queue.pull(lost=((first.key, "its peer died"),))
+        second = await queue.given()
+        assert second.key.number == first.key.number + 1
+        rows = ((BOB, ended(second, "failed")), (ANN, ended(first, "ok")))
+        answer = await queue.pull(outcomes=rows)
+        assert set(answer.kept) == {first.key, second.key}
+        assert queue.run.tasks["x"].state == "succeeded"
+
+    asked(story)
+
+
+def test_a_repeat_is_answered_as_before_and_one_of_before_gets_nothing() -> None:
+    async def story(queue: Asked) -> None:
+        await queue.pull(anew=True)
+        answer = await queue.pull(want=1)
+        assert len(answer.works) == 1
+        assert await queue.pull(request=queue.number, want=1) == answer
+        again = await queue.pull(request=1, anew=True)
+        assert again == PulledTasks(), "it was long on its way"
+        assert queue.run.counts["running"] == 1, "and what was given stays given"
+
+    asked(story)
+
+
+def test_who_begins_anew_gets_no_tasks_as_it_may_be_of_long_ago() -> None:
+    async def story(queue: Asked) -> None:
+        answer = await queue.pull(anew=True, want=1)
+        assert not answer.works
+        assert (await queue.pull(token=8, want=1)).again, "another master, that has not begun"
+        work = await queue.given()
+        await queue.pull(token=8, anew=True, held=(work.key,))
+        assert queue.run.counts["running"] == 1
+        await queue.pull(token=9, anew=True)
+        assert queue.run.tasks["x"].attempts[-1].state == "lost", "nobody holds it"
+
+    asked(story)
