@@ -164,7 +164,7 @@ def _sample_messages() -> Iterator[messages.Message]:
     ticket = messages.Ticket(messages.Capacity(1000))
     yield messages.Bids(master=_ME, round=1, bids=(messages.Bid(_ME, ticket, ((9, 1.5),)),))
     landing = messages.Landing(_ME, _ME, 3, messages.Needs(), 2, rank=1.5)
-    yield messages.Assign(master=_ME, round=1, landings=(landing,), wanted=True)
+    yield messages.Assign(master=_ME, round=1, landings=(landing,))
     key = messages.AttemptKey("q1", "t", 1)
     ended = messages.Outcome(key, "ok", moved=messages.Moved(1, 2, 3), missing=(b"h" * 32,))
     yield messages.PullTasks(site="s", token=1, request=2, outcomes=((_ME, ended),), held=(key,))

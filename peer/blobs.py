@@ -138,21 +138,10 @@ class Blobs:
 
     # ----------------------------------------------------------------- room
 
-    @contextlib.contextmanager
-    def room(self, size: int) -> Iterator[Room]:
-        """Held while something is being written: what would not fit is refused before it begins."""
-        self.cache.check(size)
-        held = Room()
-        self.cache.take(size, held)
-        try:
-            yield held
-        finally:
-            self.cache.give_back(held)
-            self._freed.set()
-
     @contextlib.asynccontextmanager
     async def make_room(self, size: int) -> AsyncIterator[Room]:
-        """The same, after others were asked what they can let go of, and given a while for it.
+        """Held while something is being written; others are asked first what they can let go of,
+        and given a while for it.
 
         One at a time waits, so that two never hold half of what each of them needs."""
         held = Room()

@@ -344,7 +344,6 @@ class Bid(NamedTuple):
     pilot: PeerId
     ticket: Ticket
     ranks: Annotated[tuple[tuple[Natural, Rank], ...], Field(max_length=512)] = ()
-    version: Natural = 0  # of the list it has
 
 
 class Landing(NamedTuple):
@@ -882,12 +881,10 @@ class PostUnits(Message):
 
 @numbered(80)
 class UnitsPosted(Message):
-    """`again`: this peer has not heard all of it; or does not believe that it is the master."""
+    """`again`: this peer has not heard all of it."""
 
     again: bool = False
-    master: bool = True
-    pilots: Natural = 0
-    idle: Natural = 0
+    pilots: Natural = 0  # of its site
 
 
 @numbered(81)
@@ -934,7 +931,6 @@ class Assign(Message):
     master: PeerId
     round: Natural
     landings: Annotated[tuple[Landing, ...], Field(max_length=20_000)]
-    wanted: bool = False  # there is more to do: say when there is room again
 
 
 @numbered(85)

@@ -73,7 +73,7 @@ async def test_the_quota_counts_what_is_being_written_and_evicts_copies_only(
     blobs = store(tmp_path)
     own = await blobs.put(b"o" * 400_000)
     copy = await blobs.put(b"c" * 400_000, hold="")
-    with blobs.room(300_000):
+    async with blobs.make_room(300_000):
         assert copy not in blobs, "a copy makes room"
         with pytest.raises(QuotaFull):
             await blobs.put(b"d" * 400_000)

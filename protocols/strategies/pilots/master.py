@@ -104,17 +104,14 @@ class Master:
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
         self._swept_at = 0.0
+        self._looked_at = 0.0  # for what never arrived
         self._sweep_s = config.pilots_sweep_s  # ever longer, while the list is not empty
         self._next = rng.getrandbits(40)
         self._round = rng.getrandbits(40)
         self._wake = asyncio.Event()
         rpc.on(PostUnits, self._post)
         rpc.on(Idle, self._idle)
-        members.listen(self._member_changed, at_stake=self._orders)
-
-    @property
-    def waiting(self) -> int:
-        return sum(max(0, order.open) for order in self._orders.values())
+        members.listen(self._member_changed)
 
     # ----------------------------------------------------------------- what is wanted
 
@@ -135,9 +132,7 @@ class Master:
             del self._by_home[sender.id]
         if self._needs_round(now):
             self._wake.set()
-        return UnitsPosted(
-            again=lines != message.lines, pilots=len(self._site.pilots()), idle=len(self._rooms)
-        )
+        return UnitsPosted(again=lines != message.lines, pilots=len(self._site.pilots()))
 
     def _want(self, home: bytes, mine: dict[int, int], wanting: Wanting, now: float) -> None:
         number = mine.get(wanting.id)
@@ -244,7 +239,6 @@ class Master:
     # ----------------------------------------------------------------- rounds
 
     async def run(self) -> None:
-        config = self._config
         while True:
             try:
                 async with asyncio.timeout(self._sweep_s if self._orders else None):
@@ -252,14 +246,17 @@ class Master:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await asyncio.sleep(config.pilots_gather_s)
+            await asyncio.sleep(self._config.pilots_gather_s)
             self._take_back(self._now())
             while self._needs_round(self._now()):
                 if not await self._hold_round():
                     break
 
     def _take_back(self, now: float) -> None:
-        """What was given and never arrived."""
+        """What was given and never arrived. Looked for now and then: there may be many lines."""
+        if now - self._looked_at < self._config.pilots_patience_s / 4:
+            return
+        self._looked_at = now
         for order in self._orders.values():
             lost = order.given - order.wanting.settled
             if lost > 0 and now - order.given_at > self._config.pilots_patience_s:
@@ -279,9 +276,7 @@ class Master:
         pilots = len(self._site.pilots())
         if not sweeping:
             asked = self._enough_of(asked)
-        everyone = len(asked) >= MANY * pilots and (
-            pilots > 16 or len(asked) == pilots or now - self._swept_at >= self._sweep_s
-        )
+        everyone = len(asked) >= MANY * pilots and (pilots > 16 or len(asked) == pilots or sweeping)
         self._round += 1
         if everyone:
             self._swept_at = now
@@ -312,8 +307,7 @@ class Master:
         if everyone:
             self._sweep_s = min(self._config.pilots_sweep_s_max, 2 * self._sweep_s)
         if landings:
-            wanted = bool(self._list.lines)
-            self._pilot.assigned(Assign.of(me, message.round, tuple(landings), wanted))
+            self._pilot.assigned(Assign.of(me, message.round, tuple(landings)))
         return bool(landings) or bool(self._fresh - set(young))
 
     def _young_s(self, order: _Order, now: float) -> float:
@@ -359,10 +353,7 @@ class Master:
             if not bid.ranks:
                 self._rooms.pop(bid.pilot, None)
         if landings:
-            message = Assign.of(
-                self._rpc.me.id, self._round, tuple(landings), bool(self._list.lines)
-            )
-            self._pilot.assigned(message)
+            self._pilot.assigned(Assign.of(self._rpc.me.id, self._round, tuple(landings)))
         return bool(landings)
 
     def _unmet(self, member: Member, needs: Needs) -> bool:

@@ -18,6 +18,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ...config import Config
 from ...matching import slots, unmet
@@ -43,6 +44,7 @@ from ...messages import (
 )
 from ...rpc import CallFailed, Rpc
 from ...tasks import Tasks
+from ..room import is_more
 from .listing import Copy
 from .ranking import ranking
 from .regions import Region, divide
@@ -53,7 +55,6 @@ ROUNDS_MAX = 64
 DELEGATES_MAX = 4
 ABOVE_MAX = 32
 RANKS_MAX = 256
-PLAIN_MAX = 256
 HELD_MAX = 64
 IDLE_S_MAX = 30.0
 QUICK_S = 0.25
@@ -90,7 +91,7 @@ class Pilot:
         config: Config,
         reserve: Reserve,
         ticket: Callable[[], Ticket],
-        held: Callable[[], Collection[bytes]],
+        held: Callable[[], dict[bytes, int]],
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._rpc = rpc
@@ -278,7 +279,7 @@ class Pilot:
         else:
             copy = self._copy(message.master)
             ranks = self.rank(copy.lines, copy.heard_at, ticket, frozenset(message.young))
-        return Bid(self._rpc.me.id, ticket, tuple(ranks), message.version)
+        return Bid(self._rpc.me.id, ticket, tuple(ranks))
 
     def rank(
         self,
@@ -350,7 +351,7 @@ class Pilot:
     async def _assign_to(
         self, peers: tuple[bytes, ...], message: Assign, landings: tuple[Landing, ...]
     ) -> None:
-        part = Assign.of(message.master, message.round, landings, message.wanted)
+        part = Assign.of(message.master, message.round, landings)
         for peer in peers[:DELEGATES_MAX]:
             contact = self._members.contact(peer)
             try:
@@ -418,13 +419,8 @@ class Pilot:
             self._wake.set()
 
     def _is_more(self) -> bool:
-        told, ticket = self._told, self._ticket()
-        if any(new > old for new, old in zip(ticket.free, told.free, strict=True)):
-            return True
-        # half of what was queued has begun: before it runs dry
-        queued_s = self._config.queue_s_max - ticket.queue_s
-        before_s = self._config.queue_s_max - told.queue_s
-        return queued_s < before_s / 2 and before_s > 0.001
+        all_of_it = self._members.me.capacity.millicores
+        return is_more(self._told, self._ticket(), all_of_it, self._config)
 
     async def run(self) -> None:
         again_s = self._config.pilots_idle_s
@@ -453,10 +449,9 @@ class Pilot:
         if contact is None:
             return
         self._told = ticket = self._ticket()
-        held = self._held()
-        known = tuple(held)[-HELD_MAX:] if len(held) <= 4 * HELD_MAX else tuple(held)[:HELD_MAX]
+        latest = tuple(islice(reversed(self._held()), HELD_MAX))
         self.counts["idle_told"] += 1
-        self._rpc.tell(contact, Idle.of(ticket, known))
+        self._rpc.tell(contact, Idle.of(ticket, latest))
 
     async def close(self) -> None:
         if self._timer is not None:

@@ -32,11 +32,11 @@ from ...messages import (
     TicketPosted,
 )
 from ...rpc import CallFailed, Rpc
+from ..room import is_more
 from .space import Space
 
 Reserve = Callable[[bytes, Room], Grant]
 SHORT_MAX = 1000
-QUEUED_S_MIN = 0.001
 FAILURES_MAX = 10
 AGAIN_S = 0.1
 
@@ -78,16 +78,8 @@ class Booth:
         return self._now() < self._wanted_until
 
     def _is_more(self) -> bool:
-        told, ticket = self._told, self._ticket()
-        if any(new > old for new, old in zip(ticket.free, told.free, strict=True)):
-            return True
-        # half of what was queued has begun: before it runs dry
-        queued_s = self._config.queue_s_max - ticket.queue_s
-        queued_before_s = self._config.queue_s_max - told.queue_s
-        if queued_s < queued_before_s / 2 and queued_before_s > QUEUED_S_MIN:
-            return True
-        most = int(self._config.queue_share * self._members.me.capacity.millicores)
-        return most - ticket.queue_cores < (most - told.queue_cores) / 2
+        all_of_it = self._members.me.capacity.millicores
+        return is_more(self._told, self._ticket(), all_of_it, self._config)
 
     async def run(self) -> None:
         config, rng = self._config, self._rng
