@@ -119,7 +119,6 @@ class Pulled:
                     continue  # withdrawn
                 if unit.near and any(peer in site.pilots for peer in unit.near):
                     found.append(unit)
-                    spare -= 1
                 elif unit.near and which is None and len(self._sites) > 1:
                     elsewhere.append(row)
                 elif len(others) < spare:

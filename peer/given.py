@@ -66,6 +66,9 @@ class Given:
             for key in [key for key in given if key.workflow == workflow]:
                 del given[key]
 
+    def __len__(self) -> int:
+        return sum(map(len, self._at.values()))
+
     def to(self, peer: bytes) -> list[AttemptKey]:
         return list(self._at.get(peer, ()))
 

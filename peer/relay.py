@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -54,8 +55,11 @@ from .home import READ_BYTES_MIN, READS_MAX
 log = logging.getLogger("valence.relay")
 
 POLL_S = 2.0
+LOOK_S = 30.0
 GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
+AHEAD_S = 1.0
+PACE_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
 WORKS_MAX = 2000
 OUTCOMES_MAX, OUTCOMES_BYTES_MAX = 1000, 2 << 20
@@ -98,7 +102,9 @@ class Relay:
         self._lost: dict[AttemptKey, str] = {}
         self._dead: set[bytes] = set()
         self._told: frozenset[bytes] = frozenset()  # pilots that the queue knows of
-        self._ahead = 0
+        self._bound: set[AttemptKey] = set()  # of those, what reads files that are at this site
+        self._pace = 0.0  # tasks that end here in a second, of late
+        self._paced_at = 0.0
         self._wake = asyncio.Event()
         self._tasks = Tasks()
         members.listen(self._member_changed)
@@ -135,7 +141,7 @@ class Relay:
                 if self.in_office:
                     self._leave_office()
                 pending = None
-                await self._until_woken(POLL_S)
+                await self._until_woken(LOOK_S)  # who is master changes with the members
                 continue
             if not self.in_office:
                 await self._take_office()
@@ -189,8 +195,8 @@ class Relay:
         """Another one is master: it learns from the pilots what is here."""
         self._token = 0
         self._pilots.withdraw(list(self._works))
-        for rows in (self._works, self._lost, self._outcomes):  # pilots keep what is not kept
-            rows.clear()
+        for rows in (self._works, self._bound, self._lost, self._outcomes):
+            rows.clear()  # pilots keep what is not kept
         for future in self._acks.values():
             if not future.done():
                 future.set_result(False)
@@ -251,14 +257,15 @@ class Relay:
         return sum(m.capacity.millicores for m in self._site.pilots()) // 1000
 
     def _want(self) -> int:
-        """What there is room for, and a little that waits for who is done next."""
-        seats = self._seats()
-        running = sum(len(self.given.to(peer)) for peer in self.given.peers())
-        ahead = max(self._ahead, 2 + seats // 4)
-        return max(0, min(WORKS_MAX, seats - running + ahead - len(self._works)))
+        """What there is room for, and what will be begun until the next answer: what is pulled
+        long before waits here while it could run at another site. What reads files of this site is
+        not counted, as it waits for whoever holds them: others are to have something to do."""
+        waiting = len(self._works) - len(self._bound)
+        wanted = self._seats() - len(self.given) + math.ceil(AHEAD_S * self._pace) - waiting
+        return max(0, min(WORKS_MAX - len(self._works), wanted))
 
     def _hungry(self) -> bool:
-        return not self._works and bool(self._want())
+        return len(self._works) == len(self._bound) and bool(self._want())
 
     def _take(self, asked: PullTasks, answer: PulledTasks) -> None:
         kept = set(answer.kept)
@@ -276,15 +283,39 @@ class Relay:
         if answer.again:
             self._anew = True
             return
-        if answer.works and len(answer.works) >= asked.want and not self._works:
-            self._ahead = min(WORKS_MAX, 2 * max(self._ahead, len(answer.works)))
+        self._keep_pace(len(asked.outcomes))
         self.counts["pulled"] += len(answer.works)
         units = []
         for work in answer.works:
             self._works[work.key] = work
             self._epochs[work.key.workflow] = work.epoch
-            units.append(_unit(work, self._site.name))
+            units.append(self._unit(work))
         self._pilots.add(units)
+
+    def _keep_pace(self, ended: int) -> None:
+        """A mean over some seconds, that forgets as time goes by."""
+        now = self._now()
+        gone = math.exp(-(now - self._paced_at) / PACE_S)
+        self._pace, self._paced_at = self._pace * gone + ended / PACE_S, now
+
+    def _unit(self, work: Work) -> Unit:
+        """It was pulled for this site, and is looked for here."""
+        large = [f for f in work.inputs if f.size >= READ_BYTES_MIN]
+        near = frozenset(peer for file in large for peer in file.holders)
+        if not near.isdisjoint(self._told):
+            self._bound.add(work.key)
+        reads = sorted(((f.hash, f.size) for f in large), key=lambda row: (-row[1], row[0]))
+        return Unit(
+            work.key,
+            work.needs._replace(site=self._site.name),
+            runtime_s=work.runtime_s,
+            near=near,
+            reads=tuple(reads[:READS_MAX]),
+        )
+
+    def _unpull(self, key: AttemptKey) -> Work | None:
+        self._bound.discard(key)
+        return self._works.pop(key, None)
 
     # ----------------------------------------------------------------- with the site
 
@@ -292,7 +323,7 @@ class Relay:
         """Leases for what was pulled."""
         by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
         for one in batch:
-            work = self._works.pop(one.unit.key, None)
+            work = self._unpull(one.unit.key)
             if work is None:
                 self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
                 continue
@@ -322,7 +353,7 @@ class Relay:
         if again and self.in_office:
             for work in again:
                 self._works[work.key] = work
-            self._pilots.add(_unit(work, self._site.name) for work in again)
+            self._pilots.add(map(self._unit, again))
 
     def _on_lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
         ended = {key for _, key in self._outcomes}
@@ -335,7 +366,7 @@ class Relay:
     def _end(self, keys: tuple[AttemptKey, ...]) -> None:
         self._pilots.withdraw(keys)
         for key in keys:
-            self._works.pop(key, None)
+            self._unpull(key)
         for peer in self.given.peers():
             mine = [key for key in keys if key in self.given.to(peer)]
             contact = self._members.contact(peer)
@@ -382,16 +413,3 @@ class Relay:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _unit(work: Work, site: str) -> Unit:
-    """It was pulled for this site, and is looked for here."""
-    large = [(f.hash, f.size) for f in work.inputs if f.size >= READ_BYTES_MIN]
-    near = frozenset(p for f in work.inputs if f.size >= READ_BYTES_MIN for p in f.holders)
-    return Unit(
-        work.key,
-        work.needs._replace(site=site),
-        runtime_s=work.runtime_s,
-        near=near,
-        reads=tuple(sorted(large, key=lambda row: (-row[1], row[0]))[:READS_MAX]),
-    )

@@ -17,7 +17,7 @@ from types import FrameType
 from protocols.config import LAN, OVERLAYS
 from workflow.model import STRATEGIES
 
-from .loop import run_out
+from .loop import run_out, with_fixed_hashes
 from .mutants import MUTANTS, applied
 from .world import CROWD, CROWD_PEERS, FAULTS, Plan, Report, simulate
 
@@ -140,9 +140,7 @@ def hunt(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # a run is its seed, in every process
-        environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        os.execvpe(sys.executable, [sys.executable, "-m", "sim", *sys.argv[1:]], environment)
+    with_fixed_hashes("sim")
     default = Plan(0)
     parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the run, or the first of them")

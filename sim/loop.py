@@ -13,6 +13,8 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import os
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -185,6 +187,14 @@ def _found_quickly(loop: VirtualLoop) -> Iterator[None]:
         yield
     finally:
         asyncio.get_running_loop = asyncio.events.get_running_loop = asked
+
+
+def with_fixed_hashes(module: str) -> None:
+    """Begin this program anew if sets of bytes come in another order each time: a run is its
+    seed, in every process."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execvpe(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
 
 
 def run_out(work: Coroutine[Any, Any, T]) -> T:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from sim.loop import with_fixed_hashes
 from valence.display import Display
 
 from .broadcast import broadcast
@@ -135,6 +136,7 @@ def draw(found: dict[Experiment, Result], rows: list[dict[str, Any]], out: Path)
 
 
 def main() -> int:
+    with_fixed_hashes("bench.papers.pilots")
     parser = argparse.ArgumentParser(prog="python -m bench.papers.pilots", description=__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"pilots:tasks, … ({SIZES})")
     parser.add_argument("--kinds", default=",".join(KINDS))

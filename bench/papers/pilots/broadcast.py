@@ -19,7 +19,7 @@ from .field import FIELD, Node, nodes
 async def _broadcast(count: int, dead: float, loss: float, seed: int) -> dict[str, float]:
     network = Network(seed)
     config = replace(FIELD, pilots_round_s=4.0)
-    made = nodes(network, count, config, None, ("site",))
+    made = nodes(network, count, config, None, ("site",), seed)
     rng = random.Random(seed)
     gone = rng.sample(made[1:], int(dead * count))
     for node in gone:

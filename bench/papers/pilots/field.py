@@ -184,7 +184,12 @@ class Node:
 
 
 def nodes(
-    network: Network, count: int, config: Config, queue: Contact | None, sites: tuple[str, ...]
+    network: Network,
+    count: int,
+    config: Config,
+    queue: Contact | None,
+    sites: tuple[str, ...],
+    seed: int,
 ) -> list[Node]:
     """Half of them at each site; each knows some others, and those beside it."""
     rng = random.Random(7)
@@ -195,7 +200,7 @@ def nodes(
         traits = Traits("x86_64", "linux", sites[index % len(sites)])
         rows.append(Member(contact, "", Capacity(1000, 2**30), traits, 1))
     made = [
-        Node(network, members, config, queue, 1000 + index)
+        Node(network, members, config, queue, 1_000_000 * seed + index)
         for index, members in enumerate(known_to_all(rows, config))
     ]
     by_id = sorted(rows, key=lambda m: m.contact.id)
@@ -223,7 +228,7 @@ class Field:
         plan, result = self.plan, self.result
         queue = QueueHost(self.network, self.config, 0.0)
         queue.start([])
-        made = nodes(self.network, plan.pilots, self.config, queue.peer.contact, SITES)
+        made = nodes(self.network, plan.pilots, self.config, queue.peer.contact, SITES, plan.seed)
         ended: dict[bytes, float] = {}
         count = 0
 

@@ -8,16 +8,21 @@ Rules:
 - A round is called for by events: something is wanted, and some pilot may have room. All pilots
   hear the list and its changes when most of them may have room, and now and then; between, those
   who have said so hear an excerpt: what is new, and what reads the files they hold.
+- What reads files is best left to who holds them: of several, those whose holders will be busy for
+  longest go to others first, and nobody hears of more than there is room for.
 - The sum of ranks is maximised over all bids of a round. It is only advice: see `pilot`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ...config import Config
 from ...matching import plus, slots, unmet
@@ -47,6 +52,7 @@ from .site import Site
 
 EXCERPT_MAX = 400
 PLAIN_MAX = 64
+OTHERS_MIN = 4  # lines that read files of others, in an excerpt
 SEATS_MAX = 64  # of one pilot, in the matrix
 AHEAD_MAX = 1000  # units that may wait in one pilot's queue
 HOMES_MAX = 5000
@@ -54,6 +60,7 @@ MISFITS_MAX = 50_000
 BUSY_LINES = 4
 QUEUE_S_MIN = 0.02
 CHUNK_S = 0.02  # of work at least that goes into a queue at once
+SURPRISING = 0.02  # of all pilots have room, and nobody knew
 MANY = 0.5  # of all pilots may have room: then all are asked
 
 
@@ -95,17 +102,20 @@ class Master:
         self._by_home: dict[bytes, dict[int, int]] = {}
         self._list = List(rng.getrandbits(40))  # another master's versions are others
         self._reading: dict[bytes, set[int]] = {}  # file → lines that read it
-        self._plain: dict[int, None] = {}  # lines that read nothing
+        self._choosy: dict[int, None] = {}  # lines that are not worth the same to all pilots
+        self._plain: dict[int, None] = {}  # and those that are: they read nothing
         self._quick: set[int] = set()  # lines of short tasks: they may wait in a pilot's queue
         self._fresh: set[int] = set()  # lines since the last round
         self._rooms: dict[bytes, Ticket] = {}  # of those that may have some
         self._misfits: dict[tuple[bytes, Needs], bool] = {}
         self._held: dict[bytes, tuple[bytes, ...]] = {}
+        self._holders: dict[bytes, set[bytes]] = {}  # the same by file
+        self._due: dict[bytes, float] = {}  # when a pilot is expected to have room again
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
         self._swept_at = 0.0
         self._looked_at = 0.0  # for what never arrived
-        self._sweep_s = config.pilots_sweep_s  # ever longer, while the list is not empty
+        self._sweep_s = config.pilots_sweep_s  # ever longer, while what is believed is right
         self._next = rng.getrandbits(40)
         self._round = rng.getrandbits(40)
         self._wake = asyncio.Event()
@@ -160,16 +170,13 @@ class Master:
         if order.open > 0 and not listed:
             w = order.wanting
             line = Line(order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank)
-            if not self._list.lines:
-                self._sweep_s = self._config.pilots_sweep_s
             self._list.put(line)
             if len(self._list.lines) > BUSY_LINES:
                 self.busy.set()
             self._fresh.add(order.number)
             for file, _ in w.reads:
                 self._reading.setdefault(file, set()).add(order.number)
-            if not w.reads and not w.rank:
-                self._plain[order.number] = None
+            (self._choosy if w.reads or w.rank else self._plain)[order.number] = None
             if w.runtime_s is not None and w.runtime_s < self._config.queue_s_max:
                 self._quick.add(order.number)
         elif order.open <= 0 and listed:
@@ -178,6 +185,7 @@ class Master:
     def _unlist(self, order: _Order) -> None:
         self._list.drop(order.number)
         self._fresh.discard(order.number)
+        self._choosy.pop(order.number, None)
         self._plain.pop(order.number, None)
         self._quick.discard(order.number)
         for file, _ in order.wanting.reads:
@@ -201,7 +209,8 @@ class Master:
         if new.state >= State.DEAD or (old is not None and old.boot != new.boot):
             self._forget(peer)
             self._rooms.pop(peer, None)
-            self._held.pop(peer, None)
+            self._holds(peer, ())
+            self._due.pop(peer, None)
             self._asked.discard(peer)
         if new.state == State.ALIVE and self._orders:
             self._wake.set()
@@ -210,9 +219,20 @@ class Master:
 
     def _idle(self, sender: Contact, message: Idle) -> None:
         self._rooms[sender.id] = message.ticket
-        self._held[sender.id] = message.held
+        self._holds(sender.id, message.held)
         if self._needs_round(self._now()):
             self._wake.set()
+
+    def _holds(self, pilot: bytes, files: tuple[bytes, ...]) -> None:
+        for file in self._held.pop(pilot, ()):
+            holders = self._holders[file]
+            holders.discard(pilot)
+            if not holders:
+                del self._holders[file]
+        if files:
+            self._held[pilot] = files = tuple(dict.fromkeys(files))
+        for file in files:
+            self._holders.setdefault(file, set()).add(pilot)
 
     def _candidates(self, now: float) -> list[bytes]:
         pilots = [m.contact.id for m in self._site.pilots()]
@@ -274,8 +294,14 @@ class Master:
         if plain and not sweeping and all(map(self._rooms.get, asked)):
             return self._share_out(asked)
         pilots = len(self._site.pilots())
+        left = {n: s for n in self._choosy if (s := self._left_s(n, now)) > 0}
+        if left:  # when the first of them is not any more, they are for everybody
+            soonest_s = min(left.values())
+            asyncio.get_running_loop().call_later(soonest_s + 0.001, self._wake.set)
         if not sweeping:
-            asked = self._enough_of(asked)
+            asked = self._enough_of(asked, left)
+            if not asked:
+                return False
         everyone = len(asked) >= MANY * pilots and (pilots > 16 or len(asked) == pilots or sweeping)
         self._round += 1
         if everyone:
@@ -284,11 +310,8 @@ class Master:
             base, came, went = self._list.since(self._told)
             self._told = self._list.version
         else:
-            base, came, went = 0, self._excerpt(asked), ()
-        young = tuple(n for n in self._list.lines if self._young_s(self._orders[n], now) > 0)
-        if young:  # when the first of them is not any more, they are for everybody
-            soonest_s = min(self._young_s(self._orders[n], now) for n in young)
-            asyncio.get_running_loop().call_later(soonest_s + 0.001, self._wake.set)
+            base, came, went = 0, self._excerpt(asked, left), ()
+        young = tuple(left) if everyone else tuple(x.number for x in came if x.number in left)
         message = TaskList.of(
             me, self._round, base, self._list.version, came, went, LOW, HIGH,
             () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, (), not everyone,
@@ -298,36 +321,44 @@ class Master:
         self.counts["rounds"] += 1
         self.counts["rounds_of_all"] += everyone
         self.counts["asked"] += len(asked)
+        believed = set(filter(self._may_have_room, asked))
         for pilot in asked:
             self._asked.add(pilot)
             self._rooms.pop(pilot, None)
         round = await self._pilot.lead(message)
         self.counts["bids"] += len(round.bids)
-        landings = self._match(round.bids)
         if everyone:
-            self._sweep_s = min(self._config.pilots_sweep_s_max, 2 * self._sweep_s)
+            self._learn(round.bids, believed)
+        landings = self._match(round.bids)
         if landings:
             self._pilot.assigned(Assign.of(me, message.round, tuple(landings)))
         return bool(landings) or bool(self._fresh - set(young))
 
-    def _young_s(self, order: _Order, now: float) -> float:
-        """For so long it is left to those who hold its files: they may be about to say that they
-        have room."""
-        w, config = order.wanting, self._config
-        if not w.reads:
+    def _learn(self, bids: list[Bid], believed: set[bytes]) -> None:
+        """All were asked: again soon, if some have room of which nothing was known."""
+        roomy = {bid.pilot for bid in bids if bid.ticket.free.millicores > 0}
+        surprising = len(roomy - believed) > SURPRISING * len(bids)
+        longer_s = min(self._config.pilots_sweep_s_max, 2 * self._sweep_s)
+        self._sweep_s = self._config.pilots_sweep_s if surprising else longer_s
+
+    def _left_s(self, number: int, now: float) -> float:
+        """For so long a line is left to those who hold its files: they may be about to say that
+        they have room."""
+        order, config = self._orders[number], self._config
+        if not order.wanting.reads:
             return 0.0
-        share_s = config.pilots_local_share * (w.runtime_s or 0.0)
+        share_s = config.pilots_local_share * (order.wanting.runtime_s or 0.0)
         return order.since + min(config.pilots_local_s, share_s) - now
 
-    def _enough_of(self, pilots: list[bytes]) -> list[bytes]:
+    def _enough_of(self, pilots: list[bytes], left: Collection[int]) -> list[bytes]:
         """Where few units meet many idle pilots: those who hold their files, and some others."""
-        units = sum(self._orders[n].open for n in self._list.lines) if self._list.lines else 0
-        enough = 4 * units + 8
+        units = sum(self._orders[n].open for n in self._list.lines if n not in left)
+        enough = 4 * units + 8 if units else 0
         if len(pilots) <= 2 * enough:
             return pilots
-        wanted = {file for n in self._list.lines for file, _ in self._orders[n].wanting.reads}
+        wanted = {file for n in self._choosy for file, _ in self._orders[n].wanting.reads}
         holders = [p for p in pilots if not wanted.isdisjoint(self._held.get(p, ()))]
-        return list(dict.fromkeys((*holders[:enough], *self._rng.sample(pilots, enough))))
+        return list(dict.fromkeys((*holders, *self._rng.sample(pilots, enough))))
 
     def _share_out(self, pilots: list[bytes]) -> bool:
         """Tasks that read nothing: what pilots would bid is known, and they need not be asked."""
@@ -365,21 +396,45 @@ class Master:
             found = self._misfits[key] = bool(unmet(member.capacity, member.traits, needs))
         return found
 
-    def _excerpt(self, pilots: Iterable[bytes]) -> tuple[Line, ...]:
+    def _excerpt(self, pilots: Collection[bytes], left: Collection[int]) -> tuple[Line, ...]:
         """Of the list: what these hold files of, what is new, and some that anybody may take."""
         chosen: dict[int, None] = {}
         for pilot in pilots:
             for file in self._held.get(pilot, ()):
                 chosen.update(dict.fromkeys(self._reading.get(file, ())))
         chosen.update(dict.fromkeys(sorted(self._fresh)))
-        plain = list(self._plain)[:PLAIN_MAX]
+        chosen.update(dict.fromkeys(islice(self._fitting(self._plain, pilots), PLAIN_MAX)))
         lines = self._list.lines
-        others = []
-        if len(lines) > len(chosen) + len(plain):
-            some = min(len(lines), 4 * PLAIN_MAX)
-            others = self._rng.sample(list(lines), some)
-        chosen.update(dict.fromkeys((*plain, *others)))
+        if len(lines) > len(chosen):
+            others = [n for n in self._choosy if n not in left and n not in chosen]
+            most = 2 * len(pilots) + OTHERS_MIN
+            longest = heapq.nlargest(most, self._fitting(others, pilots), key=self._free_at)
+            chosen.update(dict.fromkeys(longest))
         return tuple(lines[n] for n in list(chosen)[:EXCERPT_MAX] if n in lines)
+
+    def _fitting(self, numbers: Iterable[int], pilots: Collection[bytes]) -> Iterator[int]:
+        """Lines that one of these pilots has room for, as far as that is known."""
+        known: dict[Needs, bool] = {}
+        for number in numbers:
+            needs = self._orders[number].wanting.needs
+            if needs not in known:
+                known[needs] = any(self._fits(pilot, needs) for pilot in pilots)
+            if known[needs]:
+                yield number
+
+    def _fits(self, pilot: bytes, needs: Needs) -> bool:
+        member, ticket = self._members.get(pilot), self._rooms.get(pilot)
+        if member is None or self._unmet(member, needs):
+            return False
+        return ticket is None or bool(ticket.queue_units or slots(ticket.free, needs.capacity))
+
+    def _free_at(self, number: int) -> float:
+        """When somebody who holds its files is expected to have room."""
+        soonest = math.inf
+        for file, _ in self._orders[number].wanting.reads:
+            for pilot in self._holders.get(file, ()):
+                soonest = min(soonest, self._due.get(pilot, 0.0))
+        return soonest
 
     # ----------------------------------------------------------------- matching
 
@@ -438,6 +493,7 @@ class Master:
                 hold,
             )
             landings.append(landing)
+            self._due[landing.pilot] = now + self._share_s(landing.pilot, order)
             self._relist(order)
         for bid, ticket in zip(bids, tickets, strict=True):
             self._rooms[bid.pilot] = ticket

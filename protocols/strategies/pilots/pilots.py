@@ -73,6 +73,10 @@ class _Desk:
     pilots: int = 0
 
 
+#: wanted and settled, and of what
+_Wanted = tuple[tuple[int, int], _Line, Group]
+
+
 class Pilots:
     name = "pilots"
 
@@ -123,7 +127,7 @@ class Pilots:
 
     def waiting_for(self, key: AttemptKey) -> str | None:
         group = self._waiting.group_of(key)
-        return None if group is None else group.reason
+        return None if group is None else self._explain(group)
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         """Pilots tell their master; but a run time may have become known."""
@@ -156,17 +160,16 @@ class Pilots:
         now = self._now()
         self._waiting.regroup()
         masters = self._site.masters()
-        wanted: dict[str, dict[int, Wanting]] = {site: {} for site in masters}
+        wanted: dict[str, dict[int, _Wanted]] = {site: {} for site in masters}
         for group in list(self._waiting.groups.values()):
             line = self._line(group, masters, now)
             spill = now - max(line.offered_at, group.oldest_at) > self._config.pilots_spill_s
             line.spilled = line.spilled or (spill and group.needs.site is None)
             sites = masters if line.spilled else (line.site,)
-            made = self._wanting(line, group, now)
+            counts = (line.settled + group.left, line.settled)
             for site in sites:
                 if site in wanted:
-                    wanted[site][line.id] = made
-            self._explain(group, line, masters)
+                    wanted[site][line.id] = (counts, line, group)
         for key in [key for key in self._lines if key not in self._waiting.groups]:
             line = self._lines[key]
             if not any(line.id in desk.told for desk in self._desks.values()):
@@ -178,7 +181,13 @@ class Pilots:
                 desk.master, desk.told, desk.not_before = master, {}, 0.0
                 desk.said_at = -1e9
             if desk.not_before <= now:
-                calls.append(self._say(desk, wanted[site], now))
+                rows = [
+                    self._wanting(line, group, now)
+                    for id, (counts, line, group) in wanted[site].items()
+                    if desk.told.get(id) != counts
+                ]
+                rows += [Wanting(id, _NO_NEEDS, 0, 0) for id in desk.told if id not in wanted[site]]
+                calls.append(self._say(desk, rows, now))
         for site in [site for site in self._desks if site not in masters]:
             del self._desks[site]
         await asyncio.gather(*calls)
@@ -218,18 +227,13 @@ class Pilots:
             rank=top.ranked_by,
         )
 
-    async def _say(self, desk: _Desk, wanted: dict[int, Wanting], now: float) -> None:
+    async def _say(self, desk: _Desk, rows: list[Wanting], now: float) -> None:
         """What this master does not know yet; now and then that this home is still there."""
         contact = self._members.contact(desk.master)
-        if contact is None:
-            return
-        changed = [w for w in wanted.values() if desk.told.get(w.id) != (w.wanted, w.settled)]
-        gone = [id for id in desk.told if id not in wanted]
         due = now - desk.said_at >= self._config.pilots_post_s
-        if not changed and not gone and not (due and desk.told):
+        if contact is None or not (rows or (due and desk.told)):
             return
         anew = not desk.told
-        rows = [*changed, *(Wanting(id, _NO_NEEDS, 0, 0) for id in gone)]
         for start in range(0, max(1, len(rows)), UNITS_PER_MESSAGE):
             some = rows[start : start + UNITS_PER_MESSAGE]
             for w in some:
@@ -251,20 +255,19 @@ class Pilots:
                 desk.not_before = self._now() + AGAIN_S
                 desk.failed = "it has not heard all of it"
 
-    def _explain(self, group: Group, line: _Line, masters: dict[str, bytes]) -> None:
+    def _explain(self, group: Group) -> str:
         unmet = explain(self._members.here(), group.needs)
-        if unmet is not None:
-            group.reason = unmet
-            return
+        line = self._lines.get(group.key)
+        if unmet is not None or line is None:
+            return unmet or group.reason
         desk = self._desks.get(line.site)
-        if line.site not in masters:
-            group.reason = f"no pilot of site {line.site} is here"
-        elif desk is not None and desk.failed:
-            group.reason = f"the master pilot of site {line.site} does not answer: {desk.failed}"
-        else:
-            many = desk.pilots if desk is not None else 0
-            where = "of all sites" if line.spilled else f"of site {line.site} ({many} pilots)"
-            group.reason = f"it is on the list {where}; all who suit it are busy"
+        if line.site not in self._site.masters():
+            return f"no pilot of site {line.site} is here"
+        if desk is not None and desk.failed:
+            return f"the master pilot of site {line.site} does not answer: {desk.failed}"
+        many = desk.pilots if desk is not None else 0
+        where = "of all sites" if line.spilled else f"of site {line.site} ({many} pilots)"
+        return f"it is on the list {where}; all who suit it are busy"
 
     # ----------------------------------------------------------------- offers
 

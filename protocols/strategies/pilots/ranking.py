@@ -3,7 +3,8 @@
 `local` and `remote` are MiB of its inputs that the pilot holds, and would have to fetch; `speed` is
 the pilot's; `waited` and `hangs` are seconds, that the task has waited, and of work that hangs on
 it. By default what is held counts most, then speed, then waiting; and a little against it what
-would have to be fetched, so that who has a choice leaves a task to those who hold its files.
+would have to be fetched, and if that is anything at all as much as a quarter of an hour of waiting:
+who has a choice leaves a task to those who hold its files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Ranking = Callable[[float, float, float, float, float], float]
 
 
 def by_default(local: float, remote: float, speed: float, waited: float, hangs: float) -> float:
-    return 1000.0 * local - remote + 10.0 * min(speed, 99.0) + min(9.0, (waited + hangs) / 1000.0)
+    away = remote + 1.0 if remote else 0.0
+    return 1000.0 * local - away + 10.0 * min(speed, 99.0) + min(9.0, (waited + hangs) / 1000.0)
 
 
 def problem(text: str) -> str | None:
