@@ -329,7 +329,7 @@ class Master:
         self.counts["bids"] += len(round.bids)
         if everyone:
             self._learn(round.bids, believed)
-        landings = self._match(round.bids)
+        landings = self._match(round.bids, left)
         if landings:
             self._pilot.assigned(Assign.of(me, message.round, tuple(landings)))
         return bool(landings) or bool(self._fresh - set(young))
@@ -438,8 +438,9 @@ class Master:
 
     # ----------------------------------------------------------------- matching
 
-    def _match(self, bids: list[Bid]) -> list[Landing]:
-        """Seats now, by the largest sum of ranks; then places in queues, in equal parts."""
+    def _match(self, bids: list[Bid], left: Collection[int] = ()) -> list[Landing]:
+        """Seats now, by the largest sum of ranks; then places in queues, in equal parts. Of what is
+        left to a few, only seats: before it waits in their queues, others are asked."""
         now = self._now()
         for bid in bids:
             self._rooms[bid.pilot] = bid.ticket  # also if it would have none of these
@@ -473,7 +474,8 @@ class Master:
                 tickets[p] = tickets[p]._replace(free=plus(tickets[p].free, needs, -count))
                 units[line] -= count
                 given[p, line] = given.get((p, line), 0) + count
-        self._fill(bids, orders, tickets, units, given, value)
+        waiting = [0 if o.number in left else n for o, n in zip(orders, units, strict=True)]
+        self._fill(bids, orders, tickets, waiting, given, value)
         landings = []
         for (p, line), count in given.items():
             order = orders[line]
