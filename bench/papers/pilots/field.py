@@ -70,17 +70,19 @@ class Result:
     seconds: float = 0.0
     tasks: int = 0
     requests: int = 0  # to the queue
-    delays: list[float] = field(default_factory=list)  # between two tasks of a pilot
+    # between two tasks of a pilot: when the second began, and how long that took
+    delays: list[tuple[float, float]] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)  # bytes that second steps read
     running: list[tuple[float, int]] = field(default_factory=list)
     asked: list[tuple[float, int]] = field(default_factory=list)  # requests so far
+    queued: list[tuple[float, int]] = field(default_factory=list)  # requests that wait
     messages: int = 0
     bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def delay_s(self) -> float:
-        return statistics.median(self.delays) if self.delays else 0.0
+        return statistics.median(delay for _, delay in self.delays) if self.delays else 0.0
 
     @property
     def hits(self) -> float:
@@ -238,7 +240,7 @@ class Field:
             at = self._now()
             result.running.append((at, count))
             if node.rpc.me.id in ended:
-                result.delays.append(at - ended[node.rpc.me.id])
+                result.delays.append((at, at - ended[node.rpc.me.id]))
 
         def end(node: Node, work: Work) -> None:
             nonlocal count
@@ -261,7 +263,10 @@ class Field:
         assert run is not None
         while not run.over:
             await asyncio.sleep(5.0)
-            result.asked.append((self._now() - began, home.queue_counts["requests"]))
+            at = self._now() - began
+            result.asked.append((at, home.queue_counts["requests"]))
+            served = sum(site.turn.locked() for site in home.sites.values())
+            result.queued.append((at, served))
             assert self._now() < VIRTUAL_S_MAX, dict(run.counts)
         assert run.state == "succeeded", run.reason
         result.seconds = max(
@@ -269,6 +274,7 @@ class Field:
         )
         result.seconds -= began
         result.running = [(at - began, n) for at, n in result.running]
+        result.delays = [(at - began, delay) for at, delay in result.delays]
         result.requests = home.queue_counts["requests"]
         for task in run.tasks.values():
             moved = task.won.moved if task.won is not None else Moved()

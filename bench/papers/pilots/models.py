@@ -44,17 +44,20 @@ class Model:
         self.made_at: dict[str, str] = {}  # file → site
         self.left = plan.tasks
         self.free_at = 0.0  # the queue's server
+        self.waiting = 0  # requests that it has not answered
         self.running = 0
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _ask(self, service_s: float, at: float = 0.0) -> None:
+    async def _ask(self, service_s: float) -> None:
         """One request, after all that came before it."""
         self.result.requests += 1
         begin = max(self._now(), self.free_at)
         self.free_at = begin + service_s
+        self.waiting += 1
         await asyncio.sleep(self.free_at - self._now())
+        self.waiting -= 1
 
     async def run(self) -> Result:
         pilots = [asyncio.ensure_future(self._pilot(n)) for n in range(self.plan.pilots)]
@@ -69,6 +72,7 @@ class Model:
     async def _watch(self) -> None:
         while True:
             self.result.asked.append((self._now(), self.result.requests))
+            self.result.queued.append((self._now(), self.waiting))
             await asyncio.sleep(5.0)
 
     async def _heartbeats(self) -> None:
@@ -113,7 +117,7 @@ class Model:
                 if shared:
                     cache.add(file)
             if ended is not None:
-                self.result.delays.append(self._now() - ended)
+                self.result.delays.append((self._now(), self._now() - ended))
             self.running += 1
             self.result.running.append((self._now(), self.running))
             await asyncio.sleep(TASK_S * rng.uniform(0.5, 1.5))
