@@ -443,8 +443,7 @@ class Daemon:
         alone = self.members.count == 1
         where = "when this peer is back" if alone else "at their other keepers"
         log.info("leaving%s", f"; {active} workflows go on {where}" * bool(active))
-        self.enactment.home.closed = True
-        await self.enactment.executor.leave(self._grace_s)
+        await self.enactment.leave(self._grace_s)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(self.records.hand_on(), self.liveness.leave())

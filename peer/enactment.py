@@ -7,6 +7,7 @@ runs attempts.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -51,6 +52,8 @@ from .relay import Exchange, Relay
 from .shelf import Shelf
 from .storage import Storage
 from .transfer import Transfer
+
+log = logging.getLogger("valence.peer")
 
 
 class Enactment:
@@ -145,7 +148,7 @@ class Enactment:
         self.executor.take_own = self.home.take_own
         self._locate = locate
         self.executor.find_home = self._find_home
-        self.holds = Holds(rpc, members, blobs, self._find_home)
+        self.holds = Holds(rpc, members, blobs, self._find_home, self.home.hand_on)
         self._transfer = transfer
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
@@ -219,6 +222,14 @@ class Enactment:
         """Peers whose death would be this one's business: at work for it, keeping with it."""
         given = (*self.home.given.peers(), *self.relay.given.peers())
         return {*given, *self.keeping.company()}
+
+    async def leave(self, grace_s: float) -> None:
+        """Accept nothing, finish or hand back, get outcomes home, hand on what nobody else has."""
+        self.home.closed = self._transfer.closed = True
+        await self.executor.leave(grace_s)
+        safe, left = await self.holds.hand_on(grace_s)
+        if left:
+            log.info("%d files are nowhere else until this peer is back (%d are)", left, safe)
 
     async def close(self) -> None:
         await self.executor.close()

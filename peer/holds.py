@@ -1,19 +1,22 @@
-"""Room, by asking: what of the results that are held here does nobody want any more?
+"""What is held here for workflows: asked about when there is little room, handed on by who leaves.
 
 A peer holds what it made until the workflow's home says that it is consumed. It asks when it gets
 short of room, the homes of all that it holds something for: while there is room, nobody is asked.
+A peer that leaves tells the homes what it has, and they have copied what nobody else has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from protocols.keeping.place import is_queued
 from protocols.members import Members
-from protocols.messages import StillHeld, Unheld
-from protocols.rpc import CallFailed, Rpc
+from protocols.messages import File, HandedOn, HandOn, StillHeld, Unheld
+from protocols.rpc import CallFailed, Refused, Rpc
 
 from .blobs import Blobs
 
@@ -27,16 +30,28 @@ WORKFLOWS_MAX = 64  # that are asked about in one round
 HIGH_WATER = 0.8
 LOOK_S = 5.0
 
+HAND_ON_MAX = 500  # files in one message
+
 FindHome = Callable[[str], Awaitable[bytes | None]]
+#: whose, of which workflow, which: those that are somewhere else by then
+HandOnHere = Callable[[bytes, str, tuple[File, ...]], Awaitable[list[bytes]]]
 
 
 class Holds:
-    def __init__(self, rpc: Rpc, members: Members, blobs: Blobs, find_home: FindHome) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        blobs: Blobs,
+        find_home: FindHome,
+        hand_on_here: HandOnHere,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._rpc = rpc
         self._members = members
         self._blobs = blobs
         self._find_home = find_home
+        self._hand_on_here = hand_on_here
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -ASK_S_MIN
         self._asked: dict[str, int] = {}
@@ -94,6 +109,54 @@ class Holds:
             gone = [hash for hash in answer.hashes if hash in asked]
             self._blobs.release(workflow, gone)
             self.counts["released"] += len(gone)
+
+    # ----------------------------------------------------------------- leaving
+
+    async def hand_on(self, limit_s: float) -> tuple[int, int]:
+        """How many are safe elsewhere, or not wanted; and how many nobody took in time."""
+        safe: set[bytes] = set()
+        held = {w: h for w, h in self._blobs.cache.held_for().items() if not is_queued(w)}
+        slots = asyncio.Semaphore(AT_ONCE)
+
+        async def one(workflow: str, hashes: list[bytes]) -> None:
+            async with slots:
+                for start in range(0, len(hashes), HAND_ON_MAX):
+                    some = hashes[start : start + HAND_ON_MAX]
+                    safe.update(await self._hand_on(workflow, some, limit_s))
+
+        work = [asyncio.ensure_future(one(*row)) for row in held.items()]
+        if work and self._members.count > 1:
+            _, late = await asyncio.wait(work, timeout=limit_s)
+        else:
+            late = set(work)
+        for task in late:
+            task.cancel()
+        for found in await asyncio.gather(*work, return_exceptions=True):
+            if isinstance(found, Exception):
+                log.warning("files could not be handed on", exc_info=found)
+        every = {hash for hashes in held.values() for hash in hashes}
+        self.counts["handed_on"] += len(safe)
+        return len(safe), len(every - safe)
+
+    async def _hand_on(self, workflow: str, hashes: list[bytes], limit_s: float) -> list[bytes]:
+        me = self._rpc.me.id
+        files = tuple(
+            File(hash.hex(), hash, self._blobs.size(hash) or 0, (me,))
+            for hash in hashes
+            if hash in self._blobs
+        )
+        with contextlib.suppress(Refused):  # this peer is its home, or it is over and kept here
+            return await self._hand_on_here(me, workflow, files)
+        home = await self._find_home(workflow)
+        contact = self._members.contact(home) if home else None
+        if contact is None or home == me:
+            return []
+        try:
+            message = HandOn(workflow=workflow, files=files)
+            return list((await self._rpc.call(contact, message, HandedOn, limit_s)).hashes)
+        except CallFailed as error:
+            log.info("nobody takes files of %s: %s", workflow, error)
+            return []
 
     async def close(self) -> None:
         if self._asking is not None:

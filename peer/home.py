@@ -35,6 +35,8 @@ from protocols.messages import (
     Capacity,
     Contact,
     File,
+    HandedOn,
+    HandOn,
     Member,
     Outcome,
     Report,
@@ -83,6 +85,7 @@ YOUNG_S = 60.0
 NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
 READ_BYTES_MIN, READS_MAX = 16 * 1024, 16  # smaller ones travel with the task's own messages
 COPIES_AT_ONCE = 100
+TAKERS_MAX = 3  # that are asked to take over the files of one who leaves
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -148,6 +151,7 @@ class Home:
         rpc.on(Report, self._report)
         rpc.on(StillWanted, self._still_wanted)
         rpc.on(StillHeld, self._still_held)
+        rpc.on(HandOn, self._hand_on)
         rpc.on(Vacancy, self._vacancy)
         members.listen(self._member_changed, at_stake=self._active)
 
@@ -893,6 +897,7 @@ class Home:
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
         """A copy of what no task has asked for yet, that is, of what the user came for; and of what
         several want, at another site. Where it did not come along with the outcome."""
+        me = self._rpc.me.id
         here: list[File] = []
         away: dict[bytes, list[File]] = defaultdict(list)
         for task in changed:
@@ -900,14 +905,17 @@ class Home:
                 file = run.file(made.name)
                 if file is None or len(file.holders) > 1:
                     continue
-                if made.name in run.final_files and made.hash not in self._blobs:
-                    here.append(file)
+                if made.name in run.final_files:
+                    if task.holder != me:
+                        here.append(file)
+                    elif (other := self._another_keeper(run)) is not None:
+                        away[other].append(file)
                 elif made.size >= NEAR_BYTES_MIN and run.readers(made.name) > 1:
                     other = self._at_another_site(task.holder)
                     if other is not None:
                         away[other].append(file)
         if here:
-            self._spawn(self._copy(run, self._rpc.me.id, here))
+            self._spawn(self._copy(run, me, here))
         for peer, files in away.items():
             self._spawn(self._copy(run, peer, files))
 
@@ -917,14 +925,60 @@ class Home:
         others = [m for m in self._members.here() if m.traits.site != site]
         return bytes(self._rng.choice(others).contact.id) if others else None
 
-    async def _copy(self, run: Run, peer: bytes, files: list[File]) -> None:
-        """Held there for this workflow; and journaled, so that another home knows of it."""
+    def _another_keeper(self, run: Run) -> bytes | None:
+        """Or, if it has none, anybody else."""
+        me = self._rpc.me.id
+        keepers = [p for p in self.keepers(run) if p != me and self._members.is_alive(p)]
+        if keepers:
+            return keepers[0]
+        others = [m.contact.id for m in self._members.here() if m.contact.id != me]
+        return bytes(self._rng.choice(others)) if others else None
+
+    async def _copy(self, run: Run, peer: bytes, files: list[File]) -> set[bytes]:
+        """Held there for this workflow; and journaled, so that another home knows of it. What is
+        over has no more entries: then the catalog says so."""
+        found: set[bytes] = set()
         for start in range(0, len(files), COPIES_AT_ONCE):
             some = files[start : start + COPIES_AT_ONCE]
-            held = await self._transfer.copy_to(peer, some, run.id)
+            held = await self._transfer.copy_to(peer, some, run.id, run.over)
             rows = [(file.hash, peer) for file in some if file.hash in held]
+            found.update(hash for hash, _ in rows)
             if rows and self._active.get(run.id) is run:
                 self._write(run, "copied", {"files": rows})
+            if not rows:
+                break  # it takes none
+        return found
+
+    async def _hand_on(self, sender: Contact, message: HandOn) -> HandedOn:
+        done = await self.hand_on(sender.id, message.workflow, message.files)
+        return HandedOn(hashes=tuple(done))
+
+    async def hand_on(self, peer: bytes, id: str, files: tuple[File, ...]) -> list[bytes]:
+        """That peer leaves: what it alone has of a workflow is copied to others. Those that are
+        somewhere else then, or that nobody wants."""
+        run = self.get(id)
+        if run is None:
+            raise Refused("moved", "its home is elsewhere")
+        counts = self.journal.is_over(id) or await self._counts_now(id)
+        unwanted = set(run.unwanted(file.hash for file in files)) if counts else set()
+        holders = run.holders()
+        done, left = [], []
+        for file in files:
+            others = [p for p in holders.get(file.hash, ()) if p != peer]
+            if file.hash in unwanted or any(map(self._members.is_alive, others)):
+                done.append(file.hash)
+            else:
+                left.append(file._replace(holders=(peer,)))
+        here = [m.contact.id for m in self._members.here()]
+        takers = [p for p in here if p != peer and self._members.is_alive(p)]
+        self._rng.shuffle(takers)
+        for taker in takers[:TAKERS_MAX]:
+            if not left:
+                break
+            held = await self._copy(run, taker, left)
+            done += held
+            left = [file for file in left if file.hash not in held]
+        return done
 
     def _drop_others(self, run: Run, task: TaskState, winner: int) -> None:
         """Other attempts of a task that is done are of no use any more."""
@@ -1122,13 +1176,13 @@ class Home:
 
     # ----------------------------------------------------------------- small things
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Deposed):

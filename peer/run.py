@@ -487,6 +487,12 @@ class Run:
             return (task.holder, task.copied_to)
         return (task.holder,)
 
+    def holders(self) -> dict[bytes, tuple[bytes, ...]]:
+        """Of all files that are known here: who has each of them."""
+        names = [*self.staged, *self.workflow.producers]
+        files = [file for name in names if (file := self.file(name)) is not None]
+        return {file.hash: file.holders for file in files}
+
     def readers(self, name: str) -> int:
         """Tasks that read it, and are not over."""
         maker = self.workflow.producers.get(name)

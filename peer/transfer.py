@@ -74,6 +74,7 @@ class Transfer:
         rng: random.Random,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.closed = False  # this peer is leaving
         self.catalog = Catalog(rpc.me.id, members, records, clock)
         self.swarm = Swarm(rpc, blobs, members, rng)
         self.from_origin: FromOrigin | None = None
@@ -132,13 +133,23 @@ class Transfer:
         return BlobsRead(blobs=tuple(found))
 
     async def _copy_blobs(self, sender: Contact, message: CopyBlobs) -> CopiedBlobs:
+        if self.closed:
+            raise Refused("leaving", "this peer is leaving")
         found = await self.fetch_all(message.files, message.hold)
         for file, error in found.errors:
             log.info("no second copy of %s here: %s", file.name, error)
         here = [f.hash for f in message.files if f.hash in self._blobs]
+        if message.hold:  # also what was here before, as a copy that could go at any time
+            here = [hash for hash in here if self._blobs.hold(hash, message.hold)]
+        if message.announce:
+            for hash in here:
+                self.catalog.held(hash)
+            await self.catalog.tell()
         return CopiedBlobs(hashes=tuple(here))
 
-    async def copy_to(self, peer: bytes, files: list[File], hold: str = "") -> set[bytes]:
+    async def copy_to(
+        self, peer: bytes, files: list[File], hold: str = "", announce: bool = False
+    ) -> set[bytes]:
         """Of those, the ones that this peer holds too by now."""
         contact = self._members.contact(peer)
         if contact is None:
@@ -146,7 +157,7 @@ class Transfer:
         size = sum(file.size for file in files)
         limit_s = COPY_S_MIN + size / COPY_BYTES_PER_S
         try:
-            message = CopyBlobs(files=tuple(files), hold=hold)
+            message = CopyBlobs(files=tuple(files), hold=hold, announce=announce)
             answer = await self._rpc.call(contact, message, CopiedBlobs, limit_s)
         except CallFailed as error:
             log.info("no second copy of %d files: %s", len(files), error)

@@ -760,6 +760,7 @@ class CopyBlobs(Message):
 
     files: Annotated[tuple[File, ...], Field(max_length=500)]
     hold: Word = ""  # the workflow that wants them
+    announce: bool = False  # in the catalog, however small they are
 
 
 @numbered(46)
@@ -818,6 +819,21 @@ class Unheld(Message):
     """Those that are not wanted any more."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
+
+
+@numbered(91, repeatable=True)
+class HandOn(Message):
+    """To a workflow's home, by a peer that leaves with these files of it."""
+
+    workflow: Word
+    files: Annotated[tuple[File, ...], Field(max_length=500)]
+
+
+@numbered(92)
+class HandedOn(Message):
+    """Those that are held elsewhere by now, or that nobody wants."""
+
+    hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
 
 
 @numbered(50)

@@ -6,6 +6,7 @@ The peer is the product's: `SimPeer` is its substrate, `peer.enactment` all it d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -182,6 +183,14 @@ class Host:
         self.peer.members.apply(answer.member, asyncio.get_running_loop().time())
         await self.peer.liveness.sync(seed)
         await self.peer.overlay.find(self.id)
+
+    async def leave(self, grace_s: float) -> None:
+        """As the daemon does."""
+        await self.enactment.leave(grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                peer = self.peer
+                await asyncio.gather(peer.records.hand_on(), peer.liveness.leave())
 
     def kill(self, whole: bool = True, mute: bool = False) -> None:
         """Between two steps, with nothing said; not the `whole` host, but its process. `mute`: and

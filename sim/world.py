@@ -33,12 +33,13 @@ from .network import Faults, Network
 
 SIM = logging.getLogger("valence.sim")
 FAULTS = (
-    "crash", "power", "ambush", "turncoat", "die", "stop", "island", "cut", "one-way", "clog",
-    "lossy", "slow-disk", "full-disk",
+    "crash", "power", "leave", "ambush", "turncoat", "die", "stop", "island", "cut", "one-way",
+    "clog", "lossy", "slow-disk", "full-disk",
 )  # fmt: skip
 SEEDS_MAX = 20
 QUOTAS = (2**40, 2**40, 300_000)
 PATIENCE_S = 240.0
+LEAVE_S = 2.0
 QUIET_S = 15.0  # after the last end: time for leases to expire
 
 
@@ -611,6 +612,23 @@ class World:
         if not host.up:
             return
         self.say(f"peer {host.index} crashes")
+        host.kill(whole=False)
+        await self._for_a_while("crash", 12.0)
+        if not host.gone:
+            self.say(f"peer {host.index} starts again")
+            self.start(host)
+
+    async def _do_leave(self) -> None:
+        """One says goodbye, and hands on what it has; it is back after a while."""
+        hosts = self.up()
+        if len(hosts) <= max(1, self.plan.peers // 2):
+            return
+        host = self.rng.choice(hosts)
+        self.say(f"peer {host.index} leaves")
+        await host.do(host.leave(LEAVE_S), 4 * LEAVE_S)
+        if not host.up:
+            return  # it was in the middle of that
+        self.say(f"peer {host.index} is gone")
         host.kill(whole=False)
         await self._for_a_while("crash", 12.0)
         if not host.gone:

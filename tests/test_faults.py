@@ -17,6 +17,7 @@ import pytest
 from peer.journal import unpack
 from tests.conftest import VALENCE, wait_for
 from tests.test_cluster import raw, submit
+from valence.client import Client
 
 DIAMOND = {
     "first": {"command": "seq 1 100 > seed", "outputs": ["seed"]},
@@ -290,3 +291,27 @@ def test_ls_says_whose_workflows_are_missing(own_cluster) -> None:
     why = cluster.cli("status", workflow.id)
     assert why.returncode == 1
     assert "only 1 of its 3 keepers are here" in why.stderr
+
+
+def test_who_leaves_hands_on_the_files_that_nobody_else_has(own_cluster) -> None:
+    cluster = own_cluster(3)
+    client = cluster.client()
+    document = {
+        "name": "kept",
+        "tasks": {
+            "make": {
+                "command": "head -c 300000 /dev/zero > large; echo x > small; echo said",
+                "outputs": ["large", "small"],
+            }
+        },
+    }
+    workflow = client.submit(document)
+    assert workflow.wait() == "succeeded"
+    last = cluster.peers()[2]
+    for peer in cluster.peers()[:2]:  # one after the other, whoever has the files
+        os.kill(peer["pid"], signal.SIGTERM)
+        wait_for(lambda peer=peer: not Path(f"/proc/{peer['pid']}").exists(), 30)
+    left = Client(last["http"], cluster.token).workflow(workflow.id)
+    assert left.read("large") == bytes(300_000)
+    assert left.read("small") == b"x\n"
+    assert left.log("make") == b"said\n"
