@@ -219,6 +219,10 @@ class QueueHome(Home):
             if site_id(site.name) == peer:
                 site.to_end.update(dict.fromkeys(keys))
 
+    def called(self, peer: bytes) -> str:
+        sites = (site.name for site in self.sites.values() if site_id(site.name) == peer)
+        return next((f"site {name}" for name in sites), super().called(peer))
+
     def held_too(self, file: File) -> File:
         if file.hash in self._blobs:
             return file._replace(url=self.url_of(file.hash))
@@ -300,7 +304,7 @@ class QueueHome(Home):
             if self.knows(ended.key.workflow):
                 made = tuple(file._replace(holders=(pilot,)) for file in ended.outputs)
                 await self._take_enclosed(ended)
-                by_run[ended.key.workflow].append(ended._replace(outputs=made))
+                by_run[ended.key.workflow].append(ended._replace(outputs=made, by=pilot))
             elif self.journal.keeping.follows(ended.key.workflow) is None:
                 kept.append(ended.key)
         for id, some in by_run.items():

@@ -236,11 +236,12 @@ class Answers:
     def _row(self, task: TaskState) -> dict[str, Any]:
         last = task.attempts[-1] if task.attempts else None
         ended = task.won or (last.outcome if last else None)
+        where = (task.won and task.won.by) or task.holder or (last.ran_at if last else b"")
         return {
             "id": task.id,
             "state": task.state,
             "attempts": task.number,
-            "peer": (task.holder or (last.peer if last else b"")).hex() or None,
+            "peer": self._home.called(where) or None,
             "exit_code": ended.exit_code if ended else None,
             "seconds": round(ended.ended_at - ended.started_at, 6)
             if ended and ended.started_at
@@ -298,8 +299,25 @@ class Answers:
                 "value_encoding": encoding,
                 "level": levels(run.workflow)[task.id],
                 "rank": run.ranks[task.id],
-                "history": [_attempt(a) for a in task.attempts],
+                "history": [self._attempt(a) for a in task.attempts],
             }
+        )
+
+    def _attempt(self, attempt: AttemptState) -> api.AttemptView:
+        ended = attempt.outcome
+        return api.AttemptView(
+            number=attempt.number,
+            peer=self._home.called(attempt.ran_at),
+            state=attempt.state,
+            reason=attempt.reason,
+            placed_at=attempt.at,
+            queued_at=ended.queued_at if ended else None,
+            started_at=(ended.started_at or None) if ended else None,
+            ended_at=ended.ended_at if ended else None,
+            exit_code=ended.exit_code if ended else None,
+            max_rss=ended.max_rss_bytes if ended else None,
+            bytes=ended.moved._asdict() if ended else {},
+            placement=attempt.placement,
         )
 
     def _log(self, run: Run, arguments: dict[str, Any]) -> api.LogView:
@@ -318,10 +336,10 @@ class Answers:
         return api.LogView(
             task=task.id,
             attempt=attempt.number,
-            peer=attempt.peer.hex(),
+            peer=self._home.called(attempt.ran_at),
             text=ended.log_tail,
             truncated=ended.log_truncated,
-            file=[file.hash.hex(), file.size, [attempt.peer.hex()]] if file else None,
+            file=[file.hash.hex(), file.size, [attempt.ran_at.hex()]] if file else None,
         )
 
     async def _events(self, run: Run, arguments: dict[str, Any]) -> api.EventPage:
@@ -426,21 +444,3 @@ class _Located(BaseModel):
 
 def _hex(ids: tuple[bytes, ...]) -> list[str]:
     return [id.hex() for id in ids]
-
-
-def _attempt(attempt: AttemptState) -> api.AttemptView:
-    ended = attempt.outcome
-    return api.AttemptView(
-        number=attempt.number,
-        peer=attempt.peer.hex(),
-        state=attempt.state,
-        reason=attempt.reason,
-        placed_at=attempt.at,
-        queued_at=ended.queued_at if ended else None,
-        started_at=(ended.started_at or None) if ended else None,
-        ended_at=ended.ended_at if ended else None,
-        exit_code=ended.exit_code if ended else None,
-        max_rss=ended.max_rss_bytes if ended else None,
-        bytes=ended.moved._asdict() if ended else {},
-        placement=attempt.placement,
-    )

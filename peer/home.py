@@ -671,6 +671,10 @@ class Home:
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
 
+    def called(self, peer: bytes) -> str:
+        """To users."""
+        return peer.hex()
+
     def held_too(self, file: File) -> File:
         """With this peer among the holders, if it is one."""
         me = self._rpc.me.id

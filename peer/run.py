@@ -51,6 +51,11 @@ class AttemptState:
     epoch: int = 0  # of the home that gave it
     way: int = 0  # which of the task's alternatives it is
 
+    @property
+    def ran_at(self) -> bytes:
+        """The peer it was given to; or the pilot, where that was a site."""
+        return (self.outcome.by if self.outcome is not None else None) or self.peer
+
 
 @dataclass(slots=True)
 class TaskState:

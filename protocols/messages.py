@@ -232,6 +232,7 @@ class Outcome(NamedTuple):
     moved: Moved = Moved()  # what it read
     # inputs that nobody has any more, as all who were said to hold them have answered
     missing: Annotated[tuple[Hash, ...], Field(max_length=1000)] = ()
+    by: PeerId | None = None  # the pilot, where a queue gave the attempt to its site
 
 
 class GangTag(NamedTuple):

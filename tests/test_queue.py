@@ -64,6 +64,8 @@ def test_a_workflow_through_the_queue_files_and_all(
     assert workflow.read("big") == bytes(300_000), "an intermediate one"
     assert workflow.values()["seven"] == 7
     assert workflow.log("make") == b"done\n"
+    made_by = workflow.task("make")["history"][-1]["peer"]
+    assert made_by in {peer["id"] for peer in cluster.peers()}, "the pilot, not its site"
     shown = queue.shown()
     assert shown["sites"][0]["pilots"] == 3
     assert shown["sites"][0]["out"] == 0
@@ -72,6 +74,7 @@ def test_a_workflow_through_the_queue_files_and_all(
     assert failing.task("x")["exit_code"] == 3
     sleeping = client.submit({"name": "s", "tasks": {"x": {"command": "sleep 60"}}})
     wait_for(lambda: sleeping.task("x")["state"] == "running", 20)
+    assert sleeping.task("x")["history"][-1]["peer"].startswith("site ")
     sleeping.cancel()
     assert sleeping.wait() == "cancelled"
     wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()), 20)

@@ -360,6 +360,11 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
+def _short(peer: str) -> str:
+    """A peer's id; or what else a task was given to, as it is."""
+    return peer if " " in peer else peer[:8]
+
+
 def _tasks(options: argparse.Namespace, display: Display) -> int:
     found = list(Client().workflow(options.id).tasks())
     if options.json:
@@ -369,7 +374,7 @@ def _tasks(options: argparse.Namespace, display: Display) -> int:
             t["id"],
             t["state"],
             t["attempts"],
-            (t["peer"] or "")[:8],
+            _short(t["peer"] or ""),
             "" if t["seconds"] is None else show_seconds(t["seconds"]),
             t["reason"] if len(t["reason"]) <= 60 else t["reason"][:59] + "…",
         )
@@ -472,7 +477,7 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         placement = attempt["placement"]
         ended = f": {attempt['reason']}" if attempt["reason"] else ""
         display.say(
-            f"attempt {attempt['number']} on {attempt['peer'][:8]}: {attempt['state']}{ended}"
+            f"attempt {attempt['number']} on {_short(attempt['peer'])}: {attempt['state']}{ended}"
         )
         read = _bytes_read(attempt)
         if read:
