@@ -8,6 +8,8 @@ Rules:
   master of the site does not have it. The journal says so before the task is on its way.
 - Two requests with one number are one request, and one of before the last is none.
 - A site that says nothing for long is lost, with all that it had.
+- A site is asked for by one set of pilots at a time: another cluster under the same name, or the
+  other half of a site that is cut in two, is refused for as long as the first is heard of.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ log = logging.getLogger("valence.queue")
 
 SITE_LOST_S = 120.0
 LOOK_S = 5.0
+OTHERS_S = 30.0
 WORKS_MAX = 1000
 SITES_MAX = 1000
 PASSED_MAX = 5000  # units that are looked at in vain, for one request
@@ -240,7 +243,12 @@ class QueueHome(Home):
             raise Refused("starting", "the queue has just been started, and reads its journals")
         self.queue_counts["requests"] += 1
         async with site.turn:
-            site.heard_at = asyncio.get_running_loop().time()
+            now = asyncio.get_running_loop().time()
+            if message.anew and now - site.heard_at < OTHERS_S and self._are_others(site, message):
+                self.queue_counts["others"] += 1
+                asks = f"other peers ask as site {site.name}: if these are another cluster's"
+                raise Refused("site", f"{asks}, start them with another --site")
+            site.heard_at = now
             if message.token != site.token and not message.anew:
                 return PulledTasks(again=True)
             if message.token == site.token and message.request <= site.number and site.answer:
@@ -250,6 +258,11 @@ class QueueHome(Home):
             answer = await self._pull(site, message)
             site.token, site.number, site.answer = message.token, message.request, answer
             return answer
+
+    def _are_others(self, site: SiteState, message: PullTasks) -> bool:
+        if message.token == site.token or not site.pilots or not message.pilots:
+            return False
+        return all(member.contact.id not in site.pilots for member in message.pilots)
 
     def _ready(self) -> bool:
         """All that was on the disk at the start is being gone on with: before that, nobody can say

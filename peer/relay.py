@@ -151,7 +151,8 @@ class Relay:
                 answer = await self._exchange(pending)
             except CallFailed as error:
                 if not self.reason:
-                    log.warning("the task queue can't be reached: %s", error)
+                    what = "refuses" if isinstance(error, Refused) else "can't be reached"
+                    log.warning("the task queue %s: %s", what, error)
                 self.reason = str(error)
                 self.counts["failed"] += 1
                 await asyncio.sleep(delay_s * self._rng.uniform(0.75, 1.25))

@@ -7,16 +7,32 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from master.queue import QueueHome
+import pytest
+
+from master.queue import OTHERS_S, QueueHome
 from peer.run import Run
 from protocols.config import LAN
-from protocols.messages import Outcome, PulledTasks, PullTasks, Work
+from protocols.messages import (
+    Capacity,
+    Contact,
+    Member,
+    Outcome,
+    PulledTasks,
+    PullTasks,
+    Traits,
+    Work,
+)
+from protocols.rpc import Refused
 from sim.host import QueueHost
 from sim.loop import run_out
 from sim.network import Network
 
-ANN, BOB = b"a" * 20, b"b" * 20
 SITE = "here"
+ANN, BOB = b"a" * 20, b"b" * 20
+
+
+def pilot(id: bytes) -> Member:
+    return Member(Contact(id, "10.0.0.1", 7000), "", Capacity(1000), Traits("x86_64", "linux"), 1)
 
 
 class Asked:
@@ -102,5 +118,21 @@ def test_who_begins_anew_gets_no_tasks_as_it_may_be_of_long_ago() -> None:
         assert queue.run.counts["running"] == 1
         await queue.pull(token=9, anew=True)
         assert queue.run.tasks["x"].attempts[-1].state == "lost", "nobody holds it"
+
+    asked(story)
+
+
+def test_two_clusters_of_one_name_do_not_take_each_others_tasks() -> None:
+    async def story(queue: Asked) -> None:
+        await queue.pull(anew=True, pilots=(pilot(ANN),))
+        work = await queue.given()
+        with pytest.raises(Refused, match="another --site"):
+            await queue.pull(token=8, anew=True, pilots=(pilot(BOB),))
+        assert queue.run.counts["running"] == 1
+        await queue.pull(token=8, anew=True, pilots=(pilot(ANN), pilot(BOB)), held=(work.key,))
+        assert queue.run.counts["running"] == 1, "another master of the same pilots is no stranger"
+        await asyncio.sleep(OTHERS_S + 1)
+        await queue.pull(token=9, anew=True, pilots=(pilot(b"c" * 20),))
+        assert queue.run.tasks["x"].attempts[-1].state == "lost", "the others are gone"
 
     asked(story)

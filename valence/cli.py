@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--sandbox", default="off", help="off, or bwrap: what tasks run in")
     found = "how peers find keys (kademlia)"
     sub.add_argument("--overlay", choices=OVERLAYS, default="kademlia", help=found)
+    sub.add_argument("--site", default="default", help="where its peers are (default)")
     sub.add_argument(
         "--grace", default="10s", help="how long tasks may finish when one peer gets SIGTERM (10s)"
     )
@@ -189,6 +190,7 @@ def _up(options: argparse.Namespace, display: Display) -> int:
             grace=options.grace,
             sandbox=options.sandbox,
             overlay=options.overlay,
+            site=options.site,
             fresh=options.fresh,
             detach=options.detach,
         ),

@@ -42,6 +42,7 @@ class Options:
     grace: str
     sandbox: str
     overlay: str
+    site: str
     fresh: bool
     detach: bool
 
@@ -196,6 +197,7 @@ class _Supervisor:
             "grace": options.grace,
             "sandbox": options.sandbox,
             "overlay": options.overlay,
+            "site": options.site,
             "port": port,
         }
         if index == 0:

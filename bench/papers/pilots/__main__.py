@@ -24,6 +24,7 @@ from valence.display import Display
 
 from .broadcast import broadcast
 from .field import KINDS, Experiment, Result, experiment
+from .live import live
 from .plots import draw
 
 SIZES = "100:300,500:1500,1500:5000,1500:10000"
@@ -142,6 +143,23 @@ def tell(rows: list[dict[str, Any]], reached: list[dict[str, float]]) -> None:
     )  # fmt: skip
 
 
+def tell_live(rows: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    Display().table(
+        ("PILOTS", "TASKS", "WORKFLOW", "REQUESTS A TASK", "DELAY", "SOME CACHE", "LOCAL",
+         "TURNAROUND"),
+        [
+            (str(r["pilots"]), str(r["tasks"]), r["kind"], f"{r['requests']:.2f}",
+             f"{r['delay_s']:.2f} s", f"{r['hits']:.3f}", f"{r['local']:.3f}",
+             f"{r['turnaround_s']:.0f} s")
+            for r in rows
+        ],
+    )  # fmt: skip
+    return 0
+
+
 def main() -> int:
     with_fixed_hashes("bench.papers.pilots")
     parser = argparse.ArgumentParser(prog="python -m bench.papers.pilots", description=__doc__)
@@ -150,8 +168,12 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="of each kind of workflow")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", default="papers/pilots", help="directory for plots")
+    about = "instead: so many pilots as processes of this machine, and real tasks"
+    parser.add_argument("--live", type=int, metavar="PILOTS", default=0, help=about)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.live:
+        return tell_live(live(options.live, options.kinds.split(",")), options.json)
     sizes = [(int(a), int(b)) for a, b in (s.split(":") for s in options.sizes.split(","))]
     found = measure(sizes, options.kinds.split(","), max(1, options.runs), options.jobs)
     rows = table(found, sizes)
