@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.home import READ_BYTES_MIN, Home
+from peer.home import Home
 from peer.run import Run, TaskState
 from protocols.keeping.keeping import Deposed
 from protocols.messages import (
@@ -40,7 +40,7 @@ from protocols.messages import (
     Work,
 )
 from protocols.rpc import Refused
-from protocols.strategy import Placed, Placement, Unit
+from protocols.strategy import READ_BYTES_MIN, Placed, Placement, Unit
 from workflow.model import Workflow
 
 log = logging.getLogger("valence.queue")

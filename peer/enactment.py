@@ -37,7 +37,7 @@ from protocols.strategies.tickets.booth import Booth
 from protocols.strategies.tickets.claims import Tickets
 from protocols.strategies.tickets.owner import Owner
 from protocols.strategies.tickets.space import Space
-from protocols.strategy import Placed
+from protocols.strategy import Placed, is_worth_reading
 
 from .answers import Answers
 from .blobs import Blobs
@@ -193,7 +193,7 @@ class Enactment:
         ]
 
     def _let_go(self, ended: Outcome) -> None:
-        if ended.outputs:
+        if is_worth_reading(ended.outputs):
             self.pilot.heard()
 
     def _room_changed(self) -> None:

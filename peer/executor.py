@@ -60,6 +60,7 @@ from protocols.messages import (
     Work,
 )
 from protocols.rpc import CallFailed, Rpc
+from protocols.strategy import is_worth_reading
 
 from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
 from .blobs import BlobError, Blobs
@@ -477,7 +478,8 @@ class Executor:
         self._ended(held, found)
 
     def _ended(self, held: _Held, found: dict[str, object]) -> None:
-        if found.get("outputs"):
+        made: Any = found.get("outputs") or ()
+        if is_worth_reading(made):
             self.on_made(self._clock() - held.started_at)
         self._admission.release(held.work.key)
         self.counts[f"attempts_{found['kind']}"] += 1

@@ -52,7 +52,7 @@ from protocols.messages import (
 from protocols.records import Records, key_of
 from protocols.rpc import Refused, Rpc
 from protocols.strategies.gangs import Gangs
-from protocols.strategy import Placed, Placement, Strategy, Unit
+from protocols.strategy import Placed, Placement, Strategy, Unit, reads_of
 from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
@@ -83,7 +83,6 @@ RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
 NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
-READ_BYTES_MIN, READS_MAX = 16 * 1024, 16  # smaller ones travel with the task's own messages
 COPIES_AT_ONCE = 100
 TAKERS_MAX = 3  # that are asked to take over the files of one who leaves
 CREATE_S_MAX = 10.0
@@ -539,15 +538,9 @@ class Home:
             deadline,
             avoid,
             self._near(run, run.workflow.tasks[task.id]),
-            self._reads(run, run.workflow.tasks[task.id]),
+            reads_of(filter(None, map(run.file, run.workflow.tasks[task.id].inputs))),
             run.workflow.rank,
         )
-
-    def _reads(self, run: Run, task: Task) -> tuple[tuple[bytes, int], ...]:
-        """Its larger inputs, the largest first."""
-        files = [run.file(name) for name in task.inputs]
-        large = {f.hash: f.size for f in files if f is not None and f.size >= READ_BYTES_MIN}
-        return tuple(sorted(large.items(), key=lambda row: (-row[1], row[0]))[:READS_MAX])
 
     def _near(self, run: Run, task: Task) -> frozenset[bytes]:
         """The peers that hold most of what it reads, if that is worth a thought."""

@@ -45,12 +45,11 @@ from protocols.messages import (
 from protocols.rpc import CallFailed, Refused, Rpc
 from protocols.strategies.pilots.pilots import Pilots
 from protocols.strategies.pilots.site import Site
-from protocols.strategy import Placed, Unit
+from protocols.strategy import READ_BYTES_MIN, Placed, Unit, reads_of
 from protocols.tasks import Tasks
 
 from .executor import size_bytes
 from .given import Given
-from .home import READ_BYTES_MIN, READS_MAX
 
 log = logging.getLogger("valence.relay")
 
@@ -266,7 +265,8 @@ class Relay:
         return max(0, min(WORKS_MAX - len(self._works), wanted))
 
     def _hungry(self) -> bool:
-        return len(self._works) == len(self._bound) and bool(self._want())
+        """Somebody may have nothing to do: that does not wait for the next outcome."""
+        return len(self._works) == len(self._bound) and len(self.given) < self._seats()
 
     def _take(self, asked: PullTasks, answer: PulledTasks) -> None:
         kept = set(answer.kept)
@@ -305,13 +305,12 @@ class Relay:
         near = frozenset(peer for file in large for peer in file.holders)
         if not near.isdisjoint(self._told):
             self._bound.add(work.key)
-        reads = sorted(((f.hash, f.size) for f in large), key=lambda row: (-row[1], row[0]))
         return Unit(
             work.key,
             work.needs._replace(site=self._site.name),
             runtime_s=work.runtime_s,
             near=near,
-            reads=tuple(reads[:READS_MAX]),
+            reads=reads_of(work.inputs),
         )
 
     def _unpull(self, key: AttemptKey) -> Work | None:

@@ -964,12 +964,14 @@ class Seats(Message):
 
 @numbered(86)
 class Idle(Message):
-    """From a pilot to its master: there is room; and files it holds, by a part of their hashes."""
+    """From a pilot to its master: there is room; and files it holds, by a part of their hashes.
+    `settling`: it has just made some of them, and for now has room only for what reads them."""
 
     ticket: Ticket
     held: Annotated[
         tuple[Annotated[bytes, Field(min_length=8, max_length=8)], ...], Field(max_length=256)
     ] = ()
+    settling: bool = False
 
 
 @numbered(87)

@@ -10,7 +10,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .messages import AttemptKey, Capacity, Contact, Needs
+from .messages import AttemptKey, Capacity, Contact, File, Needs
+
+#: smaller files travel with a task's own messages: where they are is no reason to run there
+READ_BYTES_MIN, READS_MAX = 16 * 1024, 16
+
+
+def is_worth_reading(files: Iterable[File]) -> bool:
+    return any(file.size >= READ_BYTES_MIN for file in files)
+
+
+def reads_of(files: Iterable[File]) -> tuple[tuple[bytes, int], ...]:
+    """Of a task's inputs the larger ones, the largest first."""
+    large = {file.hash: file.size for file in files if file.size >= READ_BYTES_MIN}
+    return tuple(sorted(large.items(), key=lambda row: (-row[1], row[0]))[:READS_MAX])
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ class Master:
         self._misfits: dict[tuple[bytes, Needs], bool] = {}
         self._held: dict[bytes, tuple[bytes, ...]] = {}
         self._holders: dict[bytes, set[bytes]] = {}  # the same by file
+        self._settling: set[bytes] = set()  # pilots with room for what reads their files only
         self._due: dict[bytes, float] = {}  # when a pilot is expected to have room again
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
@@ -211,6 +212,7 @@ class Master:
             self._rooms.pop(peer, None)
             self._holds(peer, ())
             self._due.pop(peer, None)
+            self._settling.discard(peer)
             self._asked.discard(peer)
         if new.state == State.ALIVE and self._orders:
             self._wake.set()
@@ -220,6 +222,7 @@ class Master:
     def _idle(self, sender: Contact, message: Idle) -> None:
         self._rooms[sender.id] = message.ticket
         self._holds(sender.id, message.held)
+        (self._settling.add if message.settling else self._settling.discard)(sender.id)
         if self._needs_round(self._now()):
             self._wake.set()
 
@@ -243,6 +246,8 @@ class Master:
     def _may_have_room(self, pilot: bytes) -> bool:
         ticket = self._rooms.get(pilot)
         if ticket is None:
+            return False
+        if pilot in self._settling and self._reading.keys().isdisjoint(self._held.get(pilot, ())):
             return False
         quick = bool(self._quick) and ticket.queue_s > QUEUE_S_MIN and ticket.queue_units > 0
         return quick or ticket.free.millicores > 0

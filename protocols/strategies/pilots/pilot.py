@@ -57,7 +57,6 @@ ABOVE_MAX = 32
 RANKS_MAX = 256
 HELD_MAX = 64
 IDLE_S_MAX = 30.0
-QUICK_S = 0.25
 SOON_S = 0.03  # from a home's word to its post at the master
 MIB = 1 << 20
 LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
@@ -108,7 +107,7 @@ class Pilot:
         self._wanted_until = 0.0
         self._settled_at = 0.0
         self._made_at = 0.0
-        self._hears_s = QUICK_S / 2  # from a file that is made to its home's word, of late
+        self._hears_s = 0.0  # from a file that is made to its home's word, of late
         self._calm = asyncio.Event()
         self._calm.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -306,7 +305,7 @@ class Pilot:
                     local += size
                 else:
                     remote += size
-            if not local and line.reads and (unsettled or number in young):
+            if not local and (unsettled or number in young):
                 continue
             waited = line.waited_s + now - since[number]
             value = ranking(line.rank)(local / MIB, remote / MIB, speed, waited, line.hangs_s)
@@ -393,10 +392,13 @@ class Pilot:
 
     def made(self, took_s: float) -> None:
         """A task that took so long has left files here: what reads them is known soon. Until then
-        this pilot does not bid for what reads the files of others."""
+        this pilot has room for nothing else; unless homes are too slow to hear for that to be worth
+        it."""
         config = self._config
         self._made_at = self._now()
-        self._settle(min(config.pilots_settle_s, config.pilots_settle_share * took_s))
+        patience_s = min(config.pilots_settle_s, config.pilots_settle_share * took_s)
+        if self._hears_s <= patience_s:
+            self._settle(patience_s)
 
     def heard(self) -> None:
         """Its home has heard of it."""
@@ -430,9 +432,8 @@ class Pilot:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
                 await asyncio.sleep(self._config.ticket_gather_s)
-                # Where homes are quick to hear, what reads its files is known in a moment: that is
-                # waited for. Where they are not, it says at once that it has room.
-                if self._hears_s <= QUICK_S:
+                if not self._calm.is_set():
+                    self._say_idle(settling=True)
                     await self._calm.wait()
                 again_s = self._config.pilots_idle_s
             except TimeoutError:
@@ -443,7 +444,7 @@ class Pilot:
             if self._now() < self._wanted_until and (again or self._is_more()):
                 self._say_idle()
 
-    def _say_idle(self) -> None:
+    def _say_idle(self, settling: bool = False) -> None:
         master = self._site.master(self._site.name)
         contact = self._members.contact(master) if master is not None else None
         if contact is None:
@@ -451,7 +452,7 @@ class Pilot:
         self._told = ticket = self._ticket()
         latest = tuple(islice(reversed(self._held()), HELD_MAX))
         self.counts["idle_told"] += 1
-        self._rpc.tell(contact, Idle.of(ticket, latest))
+        self._rpc.tell(contact, Idle.of(ticket, latest, settling))
 
     async def close(self) -> None:
         if self._timer is not None:

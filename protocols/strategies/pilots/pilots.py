@@ -44,7 +44,6 @@ from ..waiting import Group, GroupKey, Waiting
 from .site import Site
 
 UNITS_PER_MESSAGE = 1000
-READS_MAX = 16
 GATHER_S = 0.0
 AGAIN_S = 0.2
 _NO_NEEDS = Needs()
@@ -222,7 +221,7 @@ class Pilots:
             deadline_in_s=None if top.deadline_at is None else top.deadline_at - now,
             waited_s=max(0.0, now - group.oldest_at),
             hangs_s=min(1e8, max(0.0, top.rank)),
-            reads=tuple((hash[:8], size) for hash, size in group.reads[:READS_MAX]),
+            reads=tuple((hash[:8], size) for hash, size in group.reads),
             avoid=tuple(sorted(group.avoid))[:8],
             rank=top.ranked_by,
         )
