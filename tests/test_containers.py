@@ -176,3 +176,30 @@ def test_a_scaled_service_is_one_cluster(containers) -> None:
     assert workflow.view()["peers"] >= 3
     assert workflow.log("a[0]").strip() == b"10001"
     assert run("down", "--timeout", "10").returncode == 0
+
+
+@pytest.mark.skipif(bool(_WHY), reason=_WHY)
+@pytest.mark.timeout(600)
+def test_the_queue_is_a_profile_of_its_own(containers) -> None:
+    run, environment = containers
+    environment["VALENCE_QUEUE"] = "http://queue:8470"
+    environment["VALENCE_PUBLISH_QUEUE"] = "127.0.0.1:18471"
+    up = run("--profile", "queue", "up", "-d", "--scale", "peer=2")
+    assert up.returncode == 0, up.stderr
+    client = Client("http://127.0.0.1:18471", environment["VALENCE_TOKEN"])
+
+    def pilots() -> int:
+        try:
+            return len(client.peers())
+        except Exception:
+            return 0
+
+    wait_for(lambda: pilots() == 3, 60)
+    tasks = {
+        "a": {"foreach": 10, "command": "head -c 30000 /dev/zero > {item}", "outputs": ["{item}"]},
+        "all": {"command": "cat ? | wc -c > sum", "inputs": ["?"], "outputs": ["sum"]},
+    }
+    workflow = client.submit({"name": "queue", "strategy": "pilots", "tasks": tasks})
+    assert workflow.wait() == "succeeded"
+    assert workflow.read("sum").strip() == b"300000"
+    assert run("--profile", "queue", "down", "--timeout", "10").returncode == 0
