@@ -57,6 +57,7 @@ from workflow.model import Task, Workflow
 
 from .blobs import BlobError, Blobs
 from .branch import mend_branch
+from .copies import NEAR_BYTES_MIN, Copies
 from .database import DatabaseError
 from .delivery import Delivery
 from .dispatch import Dispatch
@@ -82,9 +83,6 @@ PUBLISH_S = 0.3
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
-NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
-COPIES_AT_ONCE = 100
-TAKERS_MAX = 3  # that are asked to take over the files of one who leaves
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -129,6 +127,7 @@ class Home:
         self._dispatch.on_too_large = self._too_large
         self._dispatch.on_fenced = self._fenced
         self._delivery = Delivery(storage, blobs, transfer, rng, self._delivered)
+        self._copies = Copies(rpc, members, transfer, rng, self.keepers, self._copied)
         self._storage = storage
         self._rpc = rpc
         self._members = members
@@ -411,7 +410,7 @@ class Home:
         async for files, failed in stage.bring():
             if run.over:
                 break
-            rows = await self._twice(run, files)
+            rows = await self._copies.staged(run, files)
             if self._active.get(run.id) is not run:
                 break
             body = {"files": rows, "failed": failed}
@@ -426,23 +425,6 @@ class Home:
         run.counts_now("staged", body)
         if self._active.get(run.id) is run:
             self._place_ready(run)
-
-    async def _twice(
-        self, run: Run, files: list[tuple[str, bytes, int]]
-    ) -> list[tuple[str, bytes, int, tuple[bytes, ...]]]:
-        """Who holds each. What can't be made or fetched again has a second holder first."""
-        me = self._rpc.me.id
-        sources = run.workflow.inputs
-        unique = [
-            File(name, hash, size, (me,))
-            for name, hash, size in files
-            if sources[name].kind == "blob"
-        ]
-        other = next((k for k in self.keepers(run) if k != me and self._members.is_here(k)), None)
-        copied: set[bytes] = set()
-        if unique and other:
-            copied = await self._transfer.copy_to(other, unique, run.id)
-        return [(n, h, s, (me, other) if other and h in copied else (me,)) for n, h, s in files]
 
     def blob_arrived(self, hash: bytes) -> None:
         for stage, _ in self._stages.values():
@@ -892,59 +874,11 @@ class Home:
         self._place_ready(run, [t for t in ready.values() if t.state == "waiting"])
 
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
-        """A copy of what no task has asked for yet, that is, of what the user came for; and of what
-        several want, at another site. Where it did not come along with the outcome."""
-        me = self._rpc.me.id
-        here: list[File] = []
-        away: dict[bytes, list[File]] = defaultdict(list)
-        for task in changed:
-            for made in task.won.outputs if task.won else ():
-                file = run.file(made.name)
-                if file is None or len(file.holders) > 1:
-                    continue
-                if made.name in run.final_files:
-                    if task.holder != me:
-                        here.append(file)
-                    elif (other := self._another_keeper(run)) is not None:
-                        away[other].append(file)
-                elif made.size >= NEAR_BYTES_MIN and run.readers(made.name) > 1:
-                    other = self._at_another_site(task.holder)
-                    if other is not None:
-                        away[other].append(file)
-        if here:
-            self._spawn(self._copy(run, me, here))
-        for peer, files in away.items():
-            self._spawn(self._copy(run, peer, files))
+        self._copies.keep_twice(run, changed)
 
-    def _at_another_site(self, holder: bytes) -> bytes | None:
-        member = self._members.get(holder)
-        site = member.traits.site if member is not None else ""
-        others = [m for m in self._members.here() if m.traits.site != site]
-        return bytes(self._rng.choice(others).contact.id) if others else None
-
-    def _another_keeper(self, run: Run) -> bytes | None:
-        """Or, if it has none, anybody else."""
-        me = self._rpc.me.id
-        keepers = [p for p in self.keepers(run) if p != me and self._members.is_alive(p)]
-        if keepers:
-            return keepers[0]
-        others = [m.contact.id for m in self._members.here() if m.contact.id != me]
-        return bytes(self._rng.choice(others)) if others else None
-
-    async def _copy(self, run: Run, peer: bytes, files: list[File]) -> set[bytes]:
-        """Held there for this workflow; and journaled, so that another home knows of it. What is
-        over has no more entries: then the catalog says so."""
-        found: set[bytes] = set()
-        for start in range(0, len(files), COPIES_AT_ONCE):
-            some = files[start : start + COPIES_AT_ONCE]
-            held = await self._transfer.copy_to(peer, some, run.id, run.over)
-            rows = [(file.hash, peer) for file in some if file.hash in held]
-            found.update(hash for hash, _ in rows)
-            if rows and self._active.get(run.id) is run:
-                self._write(run, "copied", {"files": rows})
-            if not rows:
-                break  # it takes none
-        return found
+    def _copied(self, run: Run, rows: list[tuple[bytes, bytes]]) -> None:
+        if self._active.get(run.id) is run:
+            self._write(run, "copied", {"files": rows})
 
     async def _hand_on(self, sender: Contact, message: HandOn) -> HandedOn:
         done = await self.hand_on(sender.id, message.workflow, message.files)
@@ -958,24 +892,8 @@ class Home:
             raise Refused("moved", "its home is elsewhere")
         counts = self.journal.is_over(id) or await self._counts_now(id)
         unwanted = set(run.unwanted(file.hash for file in files)) if counts else set()
-        holders = run.holders()
-        done, left = [], []
-        for file in files:
-            others = [p for p in holders.get(file.hash, ()) if p != peer]
-            if file.hash in unwanted or any(map(self._members.is_alive, others)):
-                done.append(file.hash)
-            else:
-                left.append(file._replace(holders=(peer,)))
-        here = [m.contact.id for m in self._members.here()]
-        takers = [p for p in here if p != peer and self._members.is_alive(p)]
-        self._rng.shuffle(takers)
-        for taker in takers[:TAKERS_MAX]:
-            if not left:
-                break
-            held = await self._copy(run, taker, left)
-            done += held
-            left = [file for file in left if file.hash not in held]
-        return done
+        wanted = [file for file in files if file.hash not in unwanted]
+        return [*unwanted, *await self._copies.hand_on(peer, run, wanted)]
 
     def _drop_others(self, run: Run, task: TaskState, winner: int) -> None:
         """Other attempts of a task that is done are of no use any more."""
@@ -1187,6 +1105,7 @@ class Home:
 
     async def close(self) -> None:
         await self._delivery.close()
+        await self._copies.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
