@@ -18,7 +18,7 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 
 from protocols.members import Members, State
@@ -59,6 +59,7 @@ GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
 AHEAD_S = 1.0
 PACE_S = 3.0
+CORES_MIN = 0.05
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
 WORKS_MAX = 2000
 OUTCOMES_MAX, OUTCOMES_BYTES_MAX = 1000, 2 << 20
@@ -66,6 +67,7 @@ ASK_AT_ONCE = 64
 ASK_S = 2.0
 ACK_S = 12.0
 LOST_MAX = 20_000
+EPOCHS_MAX = 10_000  # workflows, the latest of which tasks came
 
 #: carries a message to the queue and brings its answer, or `CallFailed`
 Exchange = Callable[[Message], Awaitable[Message]]
@@ -94,7 +96,7 @@ class Relay:
         self._number = 0
         self._anew = False
         self._works: dict[AttemptKey, Work] = {}  # pulled, and not placed
-        self._epochs: dict[str, int] = {}
+        self._epochs: OrderedDict[str, int] = OrderedDict()
         # by pilot: an attempt whose first pilot was believed lost may end at two of them
         self._outcomes: dict[tuple[bytes, AttemptKey], Outcome] = {}
         self._acks: dict[tuple[bytes, AttemptKey], asyncio.Future[bool]] = {}
@@ -102,6 +104,7 @@ class Relay:
         self._dead: set[bytes] = set()
         self._told: frozenset[bytes] = frozenset()  # pilots that the queue knows of
         self._bound: set[AttemptKey] = set()  # of those, what reads files that are at this site
+        self._cores = 1.0  # that a task takes, of late
         self._pace = 0.0  # tasks that end here in a second, of late
         self._paced_at = 0.0
         self._wake = asyncio.Event()
@@ -253,20 +256,22 @@ class Relay:
             waiting.update(dict.fromkeys(self.given.to(peer)))
         return tuple(waiting)
 
-    def _seats(self) -> int:
-        return sum(m.capacity.millicores for m in self._site.pilots()) // 1000
+    def _free(self) -> int:
+        """For so many tasks there is room, if they are as large as those of late."""
+        cores = sum(m.capacity.millicores for m in self._site.pilots()) / 1000
+        return int(cores / self._cores) - len(self.given)
 
     def _want(self) -> int:
         """What there is room for, and what will be begun until the next answer: what is pulled
         long before waits here while it could run at another site. What reads files of this site is
         not counted, as it waits for whoever holds them: others are to have something to do."""
         waiting = len(self._works) - len(self._bound)
-        wanted = self._seats() - len(self.given) + math.ceil(AHEAD_S * self._pace) - waiting
+        wanted = self._free() + math.ceil(AHEAD_S * self._pace) - waiting
         return max(0, min(WORKS_MAX - len(self._works), wanted))
 
     def _hungry(self) -> bool:
         """Somebody may have nothing to do: that does not wait for the next outcome."""
-        return len(self._works) == len(self._bound) and len(self.given) < self._seats()
+        return len(self._works) == len(self._bound) and self._free() > 0
 
     def _take(self, asked: PullTasks, answer: PulledTasks) -> None:
         kept = set(answer.kept)
@@ -290,6 +295,11 @@ class Relay:
         for work in answer.works:
             self._works[work.key] = work
             self._epochs[work.key.workflow] = work.epoch
+            self._epochs.move_to_end(work.key.workflow)
+            if len(self._epochs) > EPOCHS_MAX:
+                self._epochs.popitem(last=False)
+            cores = max(CORES_MIN, work.needs.capacity.millicores / 1000)
+            self._cores += (cores - self._cores) / 10
             units.append(self._unit(work))
         self._pilots.add(units)
 
