@@ -26,12 +26,14 @@ from typing import Any
 from peer.home import Home
 from peer.run import Run, TaskState
 from protocols.keeping.keeping import Deposed
+from protocols.matching import explain, unmet
 from protocols.messages import (
     AttemptKey,
     Capacity,
     Contact,
     File,
     Member,
+    Needs,
     Outcome,
     PulledTasks,
     PullTasks,
@@ -50,6 +52,7 @@ LOOK_S = 5.0
 OTHERS_S = 30.0
 WORKS_MAX = 1000
 SITES_MAX = 1000
+NEEDS_MAX = 1000
 PASSED_MAX = 5000  # units that are looked at in vain, for one request
 
 Row = tuple[float, int, Unit]
@@ -72,6 +75,18 @@ class SiteState:
     given: int = 0
     done: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    known: dict[Needs, bool] = field(default_factory=dict)  # which needs some pilot meets
+
+    def suits(self, needs: Needs) -> bool:
+        """Some pilot could run it; a site of which nothing is known, may."""
+        found = self.known.get(needs)
+        if found is None:
+            if len(self.known) > NEEDS_MAX:
+                self.known.clear()
+            pilots = self.pilots.values()
+            found = not pilots or any(not unmet(m.capacity, m.traits, needs) for m in pilots)
+            self.known[needs] = found
+        return found
 
 
 class Pulled:
@@ -120,7 +135,9 @@ class Pulled:
                 unit = row[2]
                 if self._units.get(unit.key) is not unit:
                     continue  # withdrawn
-                if unit.near and any(peer in site.pilots for peer in unit.near):
+                if not site.suits(unit.needs):
+                    passed.append(row)
+                elif unit.near and any(peer in site.pilots for peer in unit.near):
                     found.append(unit)
                 elif unit.near and which is None and len(self._sites) > 1:
                     elsewhere.append(row)
@@ -155,6 +172,9 @@ class Pulled:
         if not sites:
             where = f"site {wanted}" if wanted else "any site"
             return f"it is in the queue; no master pilot of {where} has asked for tasks"
+        pilots = [member for site in sites for member in site.pilots.values()]
+        if pilots and (reason := explain(pilots, unit.needs)) is not None:
+            return f"it is in the queue; it {reason}"
         now = self._now()
         said = ", ".join(
             f"{s.name} ({len(s.pilots)} pilots, heard {now - s.heard_at:.0f} s ago)"
@@ -275,6 +295,8 @@ class QueueHome(Home):
         return self._began
 
     async def _pull(self, site: SiteState, message: PullTasks) -> PulledTasks:
+        if message.pilots or message.dead:
+            site.known.clear()
         if message.pilots:
             site.pilots = {m.contact.id: m for m in message.pilots}
         for pilot in message.dead:
@@ -371,6 +393,7 @@ class QueueHome(Home):
                 if now - site.heard_at > SITE_LOST_S:
                     lost = self.given_to(site)
                     site.pilots, site.token, site.answer = {}, 0, None
+                    site.known.clear()
                     if lost:
                         log.warning("site %s is silent: %d tasks are lost", site.name, len(lost))
                         self._lost([(key, f"site {site.name} fell silent") for key in lost])

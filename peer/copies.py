@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from .run import Run, TaskState
 from .transfer import Transfer
 
 AT_ONCE = 100  # files in one message
+LEAVING_S = 60.0
 TAKERS_MAX = 3  # that are asked to take over the files of one who leaves
 NEAR_BYTES_MIN = 256 * 1024  # files smaller than this are anywhere in no time
 
@@ -47,6 +49,7 @@ class Copies:
         self._rng = rng
         self._keepers = keepers
         self._on_copied = on_copied
+        self._leaving: dict[bytes, float] = {}  # who has said so, and when
         self._tasks = Tasks()
 
     def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
@@ -59,7 +62,8 @@ class Copies:
                     continue
                 other: bytes | None = None
                 if made.name in run.final_files:
-                    other = self._me if task.holder != self._me else self._another_keeper(run)
+                    stays = task.holder != self._me and not self._transfer.closed
+                    other = self._me if stays else self._another_keeper(run)
                 elif made.size >= NEAR_BYTES_MIN and run.readers(made.name) > 1:
                     other = self._at_another_site(task.holder)
                 if other is not None:
@@ -88,15 +92,18 @@ class Copies:
     async def hand_on(self, peer: bytes, run: Run, files: list[File]) -> list[bytes]:
         """That peer leaves: what nobody else has is copied. Those that are elsewhere then."""
         holders = run.holders()
+        now = asyncio.get_running_loop().time()
+        self._leaving = {p: at for p, at in self._leaving.items() if now - at < LEAVING_S}
+        self._leaving[peer] = now
         done, left = [], []
         for file in files:
-            others = [p for p in holders.get(file.hash, ()) if p != peer]
+            others = [p for p in holders.get(file.hash, ()) if p not in self._leaving]
             if any(map(self._members.is_alive, others)):
                 done.append(file.hash)
             else:
                 left.append(file._replace(holders=(peer,)))
         here = [member.contact.id for member in self._members.here()]
-        takers = [p for p in here if p != peer and self._members.is_alive(p)]
+        takers = [p for p in here if p not in self._leaving and self._members.is_alive(p)]
         self._rng.shuffle(takers)
         for taker in takers[:TAKERS_MAX]:
             if left:
@@ -109,7 +116,10 @@ class Copies:
         found: set[bytes] = set()
         for start in range(0, len(files), AT_ONCE):
             some = files[start : start + AT_ONCE]
-            held = await self._transfer.copy_to(peer, some, run.id, announce=run.over)
+            announced = run.over
+            held = await self._transfer.copy_to(peer, some, run.id, announced)
+            if run.over and not announced:  # it has come to its end meanwhile
+                held = await self._transfer.copy_to(peer, some, run.id, announce=True)
             rows = [(file.hash, peer) for file in some if file.hash in held]
             if not rows:
                 break  # it takes none

@@ -55,6 +55,8 @@ from .transfer import Transfer
 
 log = logging.getLogger("valence.peer")
 
+HAND_ON_S_MIN = 1.0  # also if tasks took all of the grace
+
 
 class Enactment:
     def __init__(
@@ -145,10 +147,10 @@ class Enactment:
         locate = Locate(rpc, members, records, self.journal)
         reason = self.elections.reason
         self.gateway = gateway(rpc, members, self.home, answers, locate, rng, reason)
-        self.executor.take_own = self.home.take_own
+        self.executor.take_own = self._take_own
         self._locate = locate
         self.executor.find_home = self._find_home
-        self.holds = Holds(rpc, members, blobs, self._find_home, self.home.hand_on)
+        self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, self.home.hand_on)
         self._transfer = transfer
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
@@ -165,6 +167,7 @@ class Enactment:
     def settle(self) -> None:
         """The others are known, or nobody answered for a while: go on with what was loaded."""
         self.home.settle()
+        self.relay.settle()
         self.elections.start()
 
     def works(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
@@ -192,7 +195,14 @@ class Enactment:
             ("archive", self.archive.run()),
         ]
 
+    def _take_own(self, ended: Outcome) -> bool:
+        taken = self.home.take_own(ended)
+        if taken:
+            self._let_go(ended)
+        return taken
+
     def _let_go(self, ended: Outcome) -> None:
+        """Its home has heard of it."""
         if is_worth_reading(ended.outputs):
             self.pilot.heard()
 
@@ -226,8 +236,11 @@ class Enactment:
     async def leave(self, grace_s: float) -> None:
         """Accept nothing, finish or hand back, get outcomes home, hand on what nobody else has."""
         self.home.closed = self._transfer.closed = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
         await self.executor.leave(grace_s)
-        safe, left = await self.holds.hand_on(grace_s)
+        limit_s = max(min(grace_s, HAND_ON_S_MIN), deadline - loop.time())
+        safe, left = await self.holds.hand_on(limit_s, self.executor.hurry)
         if left:
             log.info("%d files are nowhere else until this peer is back (%d are)", left, safe)
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from protocols.keeping.place import is_queued
 from protocols.members import Members
@@ -44,6 +45,7 @@ class Holds:
         members: Members,
         blobs: Blobs,
         find_home: FindHome,
+        forget_home: Callable[[str, bytes], None],
         hand_on_here: HandOnHere,
     ) -> None:
         self.counts: Counter[str] = Counter()
@@ -51,6 +53,7 @@ class Holds:
         self._members = members
         self._blobs = blobs
         self._find_home = find_home
+        self._forget_home = forget_home
         self._hand_on_here = hand_on_here
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -ASK_S_MIN
@@ -112,8 +115,9 @@ class Holds:
 
     # ----------------------------------------------------------------- leaving
 
-    async def hand_on(self, limit_s: float) -> tuple[int, int]:
-        """How many are safe elsewhere, or not wanted; and how many nobody took in time."""
+    async def hand_on(self, limit_s: float, hurry: asyncio.Event) -> tuple[int, int]:
+        """How many are safe elsewhere, or not wanted; and how many nobody took in time. Those of a
+        task queue's workflows are not told of: it has fetched what it wants."""
         safe: set[bytes] = set()
         held = {w: h for w, h in self._blobs.cache.held_for().items() if not is_queued(w)}
         slots = asyncio.Semaphore(AT_ONCE)
@@ -124,16 +128,20 @@ class Holds:
                     some = hashes[start : start + HAND_ON_MAX]
                     safe.update(await self._hand_on(workflow, some, limit_s))
 
-        work = [asyncio.ensure_future(one(*row)) for row in held.items()]
-        if work and self._members.count > 1:
-            _, late = await asyncio.wait(work, timeout=limit_s)
-        else:
-            late = set(work)
-        for task in late:
-            task.cancel()
-        for found in await asyncio.gather(*work, return_exceptions=True):
-            if isinstance(found, Exception):
-                log.warning("files could not be handed on", exc_info=found)
+        async def all_of_them() -> None:
+            rows = held.items() if self._members.count > 1 else ()
+            for found in await asyncio.gather(*(one(*row) for row in rows), return_exceptions=True):
+                if isinstance(found, Exception):
+                    log.warning("files could not be handed on", exc_info=found)
+
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(all_of_them()),
+            asyncio.ensure_future(hurry.wait()),
+        ]
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
         every = {hash for hashes in held.values() for hash in hashes}
         self.counts["handed_on"] += len(safe)
         return len(safe), len(every - safe)
@@ -147,16 +155,20 @@ class Holds:
         )
         with contextlib.suppress(Refused):  # this peer is its home, or it is over and kept here
             return await self._hand_on_here(me, workflow, files)
-        home = await self._find_home(workflow)
-        contact = self._members.contact(home) if home else None
-        if contact is None or home == me:
-            return []
-        try:
-            message = HandOn(workflow=workflow, files=files)
-            return list((await self._rpc.call(contact, message, HandedOn, limit_s)).hashes)
-        except CallFailed as error:
-            log.info("nobody takes files of %s: %s", workflow, error)
-            return []
+        for _ in range(2):
+            home = await self._find_home(workflow)
+            contact = self._members.contact(home) if home else None
+            if home is None or contact is None or home == me:
+                break
+            try:
+                message = HandOn(workflow=workflow, files=files)
+                return list((await self._rpc.call(contact, message, HandedOn, limit_s)).hashes)
+            except CallFailed as error:
+                log.info("nobody takes files of %s: %s", workflow, error)
+                if not isinstance(error, Refused):
+                    break
+                self._forget_home(workflow, home)  # it is elsewhere by now: once more
+        return []
 
     async def close(self) -> None:
         if self._asking is not None:

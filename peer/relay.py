@@ -59,6 +59,7 @@ GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
 AHEAD_S = 1.0
 PACE_S = 3.0
+PACE_MIN = 0.05  # slower than that, nothing is asked for ahead
 CORES_MIN = 0.05
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 5.0
 WORKS_MAX = 2000
@@ -67,6 +68,7 @@ ASK_AT_ONCE = 64
 ASK_S = 2.0
 ACK_S = 12.0
 LOST_MAX = 20_000
+HELD_MAX = 50_000
 EPOCHS_MAX = 10_000  # workflows, the latest of which tasks came
 
 #: carries a message to the queue and brings its answer, or `CallFailed`
@@ -86,6 +88,7 @@ class Relay:
         self.counts: Counter[str] = Counter()
         self.exchange = exchange  # None: there is no queue
         self.reason = ""  # why the queue can't be reached
+        self.settled = False  # before others are known, everybody believes that it is the master
         self.given = Given(rpc, members, lambda id: self._epochs.get(id, 0), self._on_lost)
         self._rpc = rpc
         self._members = members
@@ -110,6 +113,10 @@ class Relay:
         self._wake = asyncio.Event()
         self._tasks = Tasks()
         members.listen(self._member_changed)
+
+    def settle(self) -> None:
+        self.settled = True
+        self._wake.set()
 
     @property
     def in_office(self) -> bool:
@@ -139,7 +146,7 @@ class Relay:
         delay_s = RETRY_S_MIN
         pending: PullTasks | None = None
         while True:
-            if not self._is_master():
+            if not self.settled or not self._is_master():
                 if self.in_office:
                     self._leave_office()
                 pending = None
@@ -157,6 +164,8 @@ class Relay:
                     log.warning("the task queue %s: %s", what, error)
                 self.reason = str(error)
                 self.counts["failed"] += 1
+                if pending.anew:  # who is here, and what they hold, may be other things by then
+                    pending, self._anew = None, True
                 await asyncio.sleep(delay_s * self._rng.uniform(0.75, 1.25))
                 delay_s = min(RETRY_S_MAX, 2 * delay_s)
                 continue
@@ -254,19 +263,19 @@ class Relay:
         waiting.update(dict.fromkeys(key for _, key in self._outcomes))
         for peer in self.given.peers():  # perhaps on its way there; else it is asked about
             waiting.update(dict.fromkeys(self.given.to(peer)))
-        return tuple(waiting)
+        return tuple(waiting)[:HELD_MAX]
 
     def _free(self) -> int:
         """For so many tasks there is room, if they are as large as those of late."""
         cores = sum(m.capacity.millicores for m in self._site.pilots()) / 1000
-        return int(cores / self._cores) - len(self.given)
+        return max(1, round(cores / self._cores)) - len(self.given)
 
     def _want(self) -> int:
         """What there is room for, and what will be begun until the next answer: what is pulled
         long before waits here while it could run at another site. What reads files of this site is
         not counted, as it waits for whoever holds them: others are to have something to do."""
         waiting = len(self._works) - len(self._bound)
-        wanted = self._free() + math.ceil(AHEAD_S * self._pace) - waiting
+        wanted = self._free() + math.ceil(AHEAD_S * self._pace - PACE_MIN) - waiting
         return max(0, min(WORKS_MAX - len(self._works), wanted))
 
     def _hungry(self) -> bool:

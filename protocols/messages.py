@@ -822,7 +822,7 @@ class Unheld(Message):
     hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
 
 
-@numbered(91, repeatable=True)
+@numbered(91)
 class HandOn(Message):
     """To a workflow's home, by a peer that leaves with these files of it."""
 

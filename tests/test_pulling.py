@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -59,12 +60,17 @@ class Asked:
         raise AssertionError("nothing was given")
 
 
-def asked(story: Callable[[Asked], Awaitable[None]]) -> None:
+def asked(story: Callable[[Asked], Awaitable[None]], **needs: int) -> None:
     async def tell() -> None:
         host = QueueHost(Network(1), LAN, 0.0)
         host.start([])
         await asyncio.sleep(5.0)
-        document = {"name": "w", "strategy": "pilots", "tasks": {"x": {"command": "true"}}}
+        document: dict[str, Any] = {
+            "name": "w",
+            "strategy": "pilots",
+            "tasks": {"x": {"command": "true"}},
+        }
+        document["tasks"]["x"]["needs"] = needs
         text = json.dumps(document).encode()
         id, _ = await host.enactment.gateway.submit(text, {}, "somebody", False)
         home = host.enactment.home
@@ -136,3 +142,16 @@ def test_two_clusters_of_one_name_do_not_take_each_others_tasks() -> None:
         assert queue.run.tasks["x"].attempts[-1].state == "lost", "the others are gone"
 
     asked(story)
+
+
+def test_what_no_pilot_of_a_site_could_run_stays_in_the_queue_and_says_so() -> None:
+    async def story(queue: Asked) -> None:
+        await queue.pull(anew=True, pilots=(pilot(ANN),))
+        assert not (await queue.pull(want=5)).works
+        said = queue.home.waiting_for(queue.run, queue.run.tasks["x"])
+        assert "needs 1 gpu: no peer of 1 has that" in said
+        equipped = pilot(BOB)._replace(capacity=Capacity(1000, gpus=1))
+        answer = await queue.pull(want=5, pilots=(pilot(ANN), equipped))
+        assert len(answer.works) == 1
+
+    asked(story, gpus=1)

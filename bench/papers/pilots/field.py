@@ -161,6 +161,7 @@ class Node:
         if queue is not None:
             self.transfer.from_origin = self._from_queue
         self.enactment.home.given.settled = True
+        self.enactment.relay.settle()
 
     def start(self, parts: tuple[str, ...] = PARTS) -> None:
         self.work = [

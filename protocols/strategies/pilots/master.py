@@ -60,6 +60,7 @@ MISFITS_MAX = 50_000
 BUSY_LINES = 4
 QUEUE_S_MIN = 0.02
 CHUNK_S = 0.02  # of work at least that goes into a queue at once
+SETTLED_S = 0.5  # after that it has settled, also if nobody was told
 SURPRISING = 0.02  # of all pilots have room, and nobody knew
 MANY = 0.5  # of all pilots may have room: then all are asked
 
@@ -110,7 +111,7 @@ class Master:
         self._misfits: dict[tuple[bytes, Needs], bool] = {}
         self._held: dict[bytes, tuple[bytes, ...]] = {}
         self._holders: dict[bytes, set[bytes]] = {}  # the same by file
-        self._settling: set[bytes] = set()  # pilots with room for what reads their files only
+        self._settling: dict[bytes, float] = {}  # with room for what reads their files only, until
         self._due: dict[bytes, float] = {}  # when a pilot is expected to have room again
         self._asked: set[bytes] = set()  # pilots that have been asked since they came
         self._told = 0  # the version that all were told last
@@ -212,7 +213,7 @@ class Master:
             self._rooms.pop(peer, None)
             self._holds(peer, ())
             self._due.pop(peer, None)
-            self._settling.discard(peer)
+            self._settling.pop(peer, None)
             self._asked.discard(peer)
         if new.state == State.ALIVE and self._orders:
             self._wake.set()
@@ -222,7 +223,9 @@ class Master:
     def _idle(self, sender: Contact, message: Idle) -> None:
         self._rooms[sender.id] = message.ticket
         self._holds(sender.id, message.held)
-        (self._settling.add if message.settling else self._settling.discard)(sender.id)
+        self._settling.pop(sender.id, None)
+        if message.settling:
+            self._settling[sender.id] = self._now() + self._config.pilots_settle_s + SETTLED_S
         if self._needs_round(self._now()):
             self._wake.set()
 
@@ -247,7 +250,8 @@ class Master:
         ticket = self._rooms.get(pilot)
         if ticket is None:
             return False
-        if pilot in self._settling and self._reading.keys().isdisjoint(self._held.get(pilot, ())):
+        settles = self._now() < self._settling.get(pilot, 0.0)
+        if settles and self._reading.keys().isdisjoint(self._held.get(pilot, ())):
             return False
         quick = bool(self._quick) and ticket.queue_s > QUEUE_S_MIN and ticket.queue_units > 0
         return quick or ticket.free.millicores > 0
@@ -266,7 +270,9 @@ class Master:
     async def run(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._sweep_s if self._orders else None):
+                # also with an empty list: what was given may never have arrived
+                most_s = min(self._sweep_s, self._config.pilots_patience_s)
+                async with asyncio.timeout(most_s if self._orders else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -363,7 +369,11 @@ class Master:
             return pilots
         wanted = {file for n in self._choosy for file, _ in self._orders[n].wanting.reads}
         holders = [p for p in pilots if not wanted.isdisjoint(self._held.get(p, ()))]
-        return list(dict.fromkeys((*holders, *self._rng.sample(pilots, enough))))
+        open_lines = (n for n in self._list.lines if n not in left)
+        kinds = {(self._orders[n].wanting.needs, n in self._quick) for n in open_lines}
+        fitting = [p for p in pilots if any(self._fits(p, *kind) for kind in kinds)]
+        some = self._rng.sample(fitting, min(enough, len(fitting)))
+        return list(dict.fromkeys((*holders, *some)))
 
     def _share_out(self, pilots: list[bytes]) -> bool:
         """Tasks that read nothing: what pilots would bid is known, and they need not be asked."""
@@ -419,19 +429,21 @@ class Master:
 
     def _fitting(self, numbers: Iterable[int], pilots: Collection[bytes]) -> Iterator[int]:
         """Lines that one of these pilots has room for, as far as that is known."""
-        known: dict[Needs, bool] = {}
+        known: dict[tuple[Needs, bool], bool] = {}
         for number in numbers:
-            needs = self._orders[number].wanting.needs
-            if needs not in known:
-                known[needs] = any(self._fits(pilot, needs) for pilot in pilots)
-            if known[needs]:
+            kind = (self._orders[number].wanting.needs, number in self._quick)
+            if kind not in known:
+                known[kind] = any(self._fits(pilot, *kind) for pilot in pilots)
+            if known[kind]:
                 yield number
 
-    def _fits(self, pilot: bytes, needs: Needs) -> bool:
+    def _fits(self, pilot: bytes, needs: Needs, quick: bool) -> bool:
         member, ticket = self._members.get(pilot), self._rooms.get(pilot)
         if member is None or self._unmet(member, needs):
             return False
-        return ticket is None or bool(ticket.queue_units or slots(ticket.free, needs.capacity))
+        if ticket is None or slots(ticket.free, needs.capacity):
+            return True
+        return quick and ticket.queue_units > 0
 
     def _free_at(self, number: int) -> float:
         """When somebody who holds its files is expected to have room."""

@@ -397,7 +397,8 @@ class Pilot:
         config = self._config
         self._made_at = self._now()
         patience_s = min(config.pilots_settle_s, config.pilots_settle_share * took_s)
-        if self._hears_s <= patience_s:
+        # (one at a time: where much ends, some seat would wait for ever)
+        if self._hears_s <= patience_s and self._calm.is_set():
             self._settle(patience_s)
 
     def heard(self) -> None:
