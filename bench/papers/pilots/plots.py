@@ -55,7 +55,9 @@ def _bars(pyplot: Any, rows: list[dict[str, Any]], modes: list[str], out: Path) 
         axes.set_ylabel(label)
         if log:
             axes.set_yscale("log")
-        axes.legend(loc="upper left" if log or name == "figure-4" else "lower right")
+        if name in ("figure-7", "figure-8"):
+            axes.set_ylim(top=1.2)  # for the legend
+        axes.legend(loc="upper left", ncols=2)
         figure.tight_layout()
         figure.savefig(out / f"{name}.png", dpi=120)
         pyplot.close(figure)
