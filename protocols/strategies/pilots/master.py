@@ -459,6 +459,8 @@ class Master:
         """Seats now, by the largest sum of ranks; then places in queues, in equal parts. Of what is
         left to a few, only seats: before it waits in their queues, others are asked."""
         now = self._now()
+        # who has just come may be known to who passed the list on, and not here: next time
+        bids = [bid for bid in bids if self._members.contact(bid.pilot) is not None]
         for bid in bids:
             self._rooms[bid.pilot] = bid.ticket  # also if it would have none of these
         bids = [bid for bid in bids if bid.ranks]

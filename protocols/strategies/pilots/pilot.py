@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ...config import Config
-from ...matching import slots, unmet
+from ...matching import plus, slots, unmet
 from ...members import Members
 from ...messages import (
     ID_BYTES,
@@ -105,6 +105,7 @@ class Pilot:
         self._rounds: OrderedDict[RoundKey, _Round] = OrderedDict()
         self._meets: dict[Needs, bool] = {}
         self._wanted_until = 0.0
+        self._said_at = 0.0
         self._settled_at = 0.0
         self._made_at = 0.0
         self._hears_s = 0.0  # from a file that is made to its home's word, of late
@@ -338,12 +339,16 @@ class Pilot:
         for landing in message.landings:
             if landing.pilot == me:
                 self._land(landing, message)
+                # as the master believes now: what has come free meanwhile is news to it
+                taken = landing.needs.capacity
+                free = plus(self._told.free, taken, -landing.count)
+                left = Capacity(*(max(0, amount) for amount in free))
+                self._told = self._ticket()._replace(free=left)
             else:
                 others.setdefault(landing.pilot, []).append(landing)
         for region in divide(LOW, HIGH, list(others)):
             part = [landing for peer in region.peers for landing in others[peer]]
             self._tasks.spawn(self._assign_to(region.peers, message, tuple(part)))
-        self._told = self._ticket()
         self._wanted_until = self._now() + WANTED_S
         self._wake.set()
 
@@ -428,21 +433,24 @@ class Pilot:
     async def run(self) -> None:
         again_s = self._config.pilots_idle_s
         while True:
-            wait_s = again_s if self._now() < self._wanted_until else None
+            # from when it was last said on, however often something else wakes this up
+            due_s = max(0.0, self._said_at + again_s - self._now())
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(due_s if self._now() < self._wanted_until else None):
                     await self._wake.wait()
                 await asyncio.sleep(self._config.ticket_gather_s)
                 if not self._calm.is_set():
                     self._say_idle(settling=True)
                     await self._calm.wait()
-                again_s = self._config.pilots_idle_s
             except TimeoutError:
                 again_s = min(IDLE_S_MAX, 2 * again_s)
+                self._said_at = self._now()
                 self._again = self._ticket().free.millicores > 0
             self._wake.clear()
             again, self._again = self._again, False
             if self._now() < self._wanted_until and (again or self._is_more()):
+                if not again:
+                    again_s = self._config.pilots_idle_s
                 self._say_idle()
 
     def _say_idle(self, settling: bool = False) -> None:
@@ -451,6 +459,7 @@ class Pilot:
         if contact is None:
             return
         self._told = ticket = self._ticket()
+        self._said_at = self._now()
         latest = tuple(islice(reversed(self._held()), HELD_MAX))
         self.counts["idle_told"] += 1
         self._rpc.tell(contact, Idle.of(ticket, latest, settling))
