@@ -152,8 +152,20 @@ def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         processes.close()
 
 
+def turn_over(blob: Path, mib: int) -> None:
+    """A bit of each chunk."""
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:
+        for chunk in range(mib):
+            file.seek(chunk * MIB + 12345)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+
 def corrupt(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """A bit of one holder's file is turned over on its disk."""
+    """A bit of every chunk is turned over on the disks of all holders but one: whoever is asked
+    first, some of it is wrong."""
     processes = Processes(home, 6, "--cpus", "2")
     path, digest = made(home, args.mib)
     try:
@@ -165,19 +177,13 @@ def corrupt(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         readers_of = readers("", 1, digest)
         readers_of["inputs"] = {"big": {"blob": hash}}
         assert processes.client(processes.up()[3]).submit(readers_of).wait() == "succeeded"
-        without = [
-            row
-            for row in processes.up()
-            if not (Path(row["data"]) / "blobs" / digest[:2] / digest).exists()
-        ]
-        blob = Path(first["data"]) / "blobs" / digest[:2] / digest
-        blob.chmod(0o600)
-        with blob.open("r+b") as file:
-            for chunk in range(args.mib):
-                file.seek(chunk * MIB + 12345)
-                byte = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte[0] ^ 1]))
+        where = {
+            row["id"]: Path(row["data"]) / "blobs" / digest[:2] / digest for row in processes.up()
+        }
+        without = [row for row in processes.up() if not where[row["id"]].exists()]
+        for id, blob in where.items():
+            if id != second["id"] and blob.exists():
+                turn_over(blob, args.mib)
         workflow = processes.client(without[0]).submit(readers_of)
         state = workflow.wait()
         found = counted(processes, processes.up())
