@@ -42,6 +42,8 @@ SMALL_VALUES_BYTES_MAX = 16 * 1024
 
 #: to another peer: this one is not its home
 MOVED = 421
+#: its submission broke off before it was acknowledged
+VOID_STATUS = 410
 
 
 class Problem(Exception):
@@ -121,14 +123,16 @@ class Answers:
         run = self._home.remembered(id)
         if run is not None and not run.cancelling and copy is not None:
             birth = copy.birth
-        return FoundHome(here=here, epoch=epoch, home=home, kept=replica is not None, birth=birth)
+        void = copy is None and self._home.journal.is_void(id)
+        kept = replica is not None
+        return FoundHome(here=here, epoch=epoch, home=home, kept=kept, birth=birth, void=void)
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)
         return ListedWorkflows(rows=tuple(row.model_dump_json().encode() for row in rows))
 
     def page(self, before: str, limit: int, state: str, owner: str) -> list[api.WorkflowRow]:
-        where, values = "where 1", []
+        where, values = "", []
         if before:
             at, _, id = before.partition(",")
             where += " and (submitted_at, id) < (?, ?)"

@@ -47,7 +47,7 @@ from .gateway import Gateway
 from .holds import Holds
 from .home import Home
 from .journal import Journal
-from .locate import Locate
+from .locate import VOID_HOME, Locate
 from .relay import Exchange, Relay
 from .shelf import Shelf
 from .storage import Storage
@@ -222,7 +222,8 @@ class Enactment:
     async def _find_home(self, workflow: str) -> bytes | None:
         if is_queued(workflow) and self.relay.exchange is not None:
             return self.site.master(self.site.name)
-        return await self._locate.home(workflow)
+        found = await self._locate.home(workflow)
+        return None if found == VOID_HOME else found
 
     def _stir(self) -> None:
         self._liveness.stir()

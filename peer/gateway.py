@@ -30,10 +30,10 @@ from protocols.rpc import CallFailed, Refused, Rpc
 from workflow.problems import DocumentError
 
 from . import api
-from .answers import MOVED, Answers, Problem
+from .answers import MOVED, VOID_STATUS, Answers, Problem
 from .database import DatabaseError
 from .home import Home
-from .locate import Locate
+from .locate import VOID_HOME, Locate
 from .work import read_document
 
 log = logging.getLogger("valence.gateway")
@@ -44,6 +44,7 @@ EVENTS_TIMEOUT_S = 25.0  # they are waited for
 #: a document so short is read at once: a thread would take longer to begin. (A `foreach` over a
 #: large count is short too, and is why this is no more.)
 INLINE_BYTES_MAX = 4096
+BROKEN_OFF_MAX = 8
 
 
 class Gateway:
@@ -94,6 +95,8 @@ class Gateway:
         home = await self._locate.home(id)
         if home is None:
             raise Problem(404, f"there is no workflow {id}")
+        if home == VOID_HOME:
+            raise Problem(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
         if not home:
             why = self._why_vacant(id) or "its keepers are agreeing on a new one"
             raise Problem(503, f"workflow {id} has no home: {why}")
@@ -139,18 +142,11 @@ class Gateway:
             detail = first if count == 1 else f"{count} problems; the first is {first}"
             raise Problem(422, detail, errors) from None
         id = new_id(self._rpc.me.id, self._rng, self.prefix)
-        key = options.get("idempotency")
-        if key is not None:
-            # the id follows from the key, so that every peer finds the first submission
-            digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
-            id = f"{self.prefix}{digest[:16]}"
+        if "idempotency" in options:
             options["document"] = hashlib.sha256(text).hexdigest()
-            try:
-                await self._same(owner, id, options)
+            id, new = await self._named(owner, options)
+            if not new:
                 return id, False
-            except Problem as problem:
-                if problem.status != 404:
-                    raise
         try:
             run = await self._home.submit(text, workflow, id, options, owner, patient)
         except Refused as error:
@@ -160,11 +156,33 @@ class Gateway:
                 422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
             ) from None
         except sqlite3.IntegrityError:  # the same key, a moment ago
-            await self._same(owner, id, options)
+            try:
+                await self._same(owner, id, options)
+            except Problem as problem:
+                if problem.status != VOID_STATUS:
+                    raise
+                raise Problem(503, "that submission broke off; submit it again") from None
             return id, False
         except DatabaseError as error:
             raise Problem(507, f"it can't be written to disk: {error}") from None
         return run.id, True
+
+    async def _named(self, owner: str, options: dict[str, Any]) -> tuple[str, bool]:
+        """The id follows from the key, so that every peer finds the first submission. One that
+        broke off leaves its id unusable: the next one in the row is tried then."""
+        name = f"{owner}\0{options['idempotency']}"
+        for again in range(BROKEN_OFF_MAX):
+            digest = hashlib.sha256((name + "\0" * again).encode()).hexdigest()
+            id = f"{self.prefix}{digest[:16]}"
+            try:
+                await self._same(owner, id, options)
+                return id, False
+            except Problem as problem:
+                if problem.status == 404:
+                    return id, True
+                if problem.status != VOID_STATUS:
+                    raise
+        raise Problem(503, "submissions with this Idempotency-Key broke off too often; use another")
 
     async def _same(self, owner: str, id: str, options: dict[str, Any]) -> None:
         first = await self.ask(owner, id, "document")

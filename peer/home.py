@@ -66,6 +66,7 @@ from .given import Given
 from .journal import Journal
 from .reasons import waiting_for
 from .run import FINAL, Run, TaskState
+from .shelf import VOID
 from .slow import Slow
 from .stage import Stage
 from .storage import Storage
@@ -189,7 +190,8 @@ class Home:
         if len(self._active) >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
         named = "idempotency" in options  # else the id was drawn a moment ago
-        if named and (self.knows(id) or self.journal.keeping.follows(id) is not None):
+        kept = self.journal.keeping.follows(id) is not None
+        if named and (kept or self.knows(id) or self.journal.is_void(id)):
             raise sqlite3.IntegrityError(f"workflow {id} is here already")
         if self.journal.keeping.is_closing(id):
             left = "what is left of an earlier submission with this key is being put away"
@@ -259,6 +261,15 @@ class Home:
 
     def take_up(self, id: str) -> None:
         """This peer is its home now: go on as the journal says."""
+        if self.journal.document(id) is None:
+            # The home before fell with a part of the submission on its way, and told nobody that
+            # it has it: what is here can never run, and its name is free for another try.
+            if self.journal.keeping.replicas[id].ended_at_count:
+                return  # it was found out before
+            self.counts["submissions_broken_off"] += 1
+            reason = "its submission broke off before it was accepted"
+            self.journal.append(id, "ended", {"state": VOID, "reason": reason})
+            return
         run = self._replay(id)
         if run is None:
             return

@@ -15,10 +15,8 @@ from protocols.keeping.keeping import Keeping
 from workflow.tree import DOCUMENT_BYTES_MAX
 
 from .database import Statement
-from .shelf import Disk, Shelf, unpack
+from .shelf import VOID, Disk, Shelf, unpack
 
-#: a document travels and is kept in pieces, each an entry
-PART_BYTES = 256 * 1024
 ZIPPED_BYTES_MIN = 4096
 READ_BYTES_MAX = 2**40
 
@@ -42,7 +40,8 @@ class Journal:
         """A new workflow, whose home this is: the time, and when it is on this disk."""
         zipped = len(document) > ZIPPED_BYTES_MIN
         packed = zlib.compress(document, 1) if zipped else document
-        parts = [packed[i : i + PART_BYTES] for i in range(0, len(packed), PART_BYTES)]
+        step = self.keeping.config.document_part_bytes
+        parts = [packed[i : i + step] for i in range(0, len(packed), step)]
         first = {**about, "parts": len(parts), "zipped": zipped, "document": parts[0]}
         bodies = [("submitted", msgpack.packb(first))]
         bodies += [("document", msgpack.packb({"part": part})) for part in parts[1:]]
@@ -89,14 +88,16 @@ class Journal:
         return found[:limit]
 
     def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float, str] | None:
-        """As it was submitted: text, options, when, by whom."""
+        """As it was submitted: text, options, when, by whom. None: not all of it is here."""
         rows = self._shelf.entries(workflow, 1, 2, READ_BYTES_MAX)
-        if not rows:
+        if not rows or rows[0].kind != "submitted":
             return None
         about = unpack(rows[0].body)
         packed = about["document"]
         count = about["parts"] - 1
         rest = self._shelf.entries(workflow, 2, 2 + count, READ_BYTES_MAX) if count else []
+        if [entry.kind for entry in rest] != ["document"] * count:
+            return None
         packed += b"".join(unpack(entry.body)["part"] for entry in rest)
         if about["zipped"]:
             packed = zlib.decompressobj().decompress(packed, DOCUMENT_BYTES_MAX)
@@ -105,13 +106,19 @@ class Journal:
     def rows(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
         """Workflows of which a copy is here."""
         names = ("id", "name", "owner", "state", "submitted_at", "ended_at", "tasks")
-        found = self._database.read(f"select {', '.join(names)} from workflows {where}", values)
+        sql = f"select {', '.join(names)} from workflows where state != '{VOID}' {where}"
+        found = self._database.read(sql, values)
         return [dict(zip(names, row, strict=True)) for row in found]
+
+    def is_void(self, workflow: str) -> bool:
+        """Of its submission not everything was kept: nobody was told that it was accepted."""
+        sql = "select 1 from workflows where id = ? and state = ?"
+        return bool(self._database.read(sql, (workflow, VOID)))
 
     def is_over(self, workflow: str) -> bool:
         """A copy is here, and its end counts."""
-        sql = "select 1 from workflows where id = ? and ended_at is not null"
-        return bool(self._database.read(sql, (workflow,)))
+        sql = "select 1 from workflows where id = ? and ended_at is not null and state != ?"
+        return bool(self._database.read(sql, (workflow, VOID)))
 
     async def forget(self, before: float, tombstones_before: float) -> int:
         """Workflows that ended before then, with all their entries."""

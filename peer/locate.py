@@ -23,6 +23,8 @@ FAN_OUT = 64
 CLOSEST = 16
 ALL_AGAIN_S = 10.0  # many are not asked twice within this whether anybody has heard of it
 ANSWER_S = 2.0
+#: the "home" of a workflow whose submission broke off: nobody has more of it
+VOID_HOME = b"void"
 
 
 class Locate:
@@ -35,7 +37,8 @@ class Locate:
         self._in_vain: OrderedDict[str, float] = OrderedDict()
 
     async def home(self, id: str) -> bytes | None:
-        """Empty: it is kept, but has no home now. None: nobody who answers has heard of it."""
+        """Empty: it is kept, but has no home now. None: nobody who answers has heard of it.
+        `VOID_HOME`: it was never accepted."""
         known = self._homes.get(id)
         if known is not None and self._members.is_here(known):
             return known
@@ -50,9 +53,11 @@ class Locate:
             home = await self._ask_all(id)
             if home is None and followed is not None:
                 home = b""
+            if home is None and self._journal.is_void(id):
+                home = VOID_HOME
             if home is None and newest is not None and not self._members.is_here(newest.owner):
                 home = newest.owner  # it is down, and nobody else can say more
-        if home:
+        if home and home != VOID_HOME:
             self._homes[id] = home
             if len(self._homes) > HOMES_REMEMBERED:
                 self._homes.popitem(last=False)
@@ -89,16 +94,17 @@ class Locate:
     async def _ask_some(self, id: str, members: list[Member]) -> bytes | None:
         answers = await self.everyone(members, FindHome(workflow=id), FoundHome)
         best: tuple[int, bool, bytes] | None = None
-        kept = False
+        kept = void = False
         for member, found in answers:
             if not isinstance(found, FoundHome):
                 continue
             kept = kept or found.kept
+            void = void or found.void
             where = member.contact.id if found.here else found.home
             if any(where) and self._members.is_here(where):
                 row = (found.epoch, found.here, where)
                 best = row if best is None else max(best, row)
-        return best[2] if best else b"" if kept else None
+        return best[2] if best else b"" if kept else VOID_HOME if void else None
 
     async def everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
         """What each of them answers; None where one does not."""

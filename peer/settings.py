@@ -99,7 +99,8 @@ class Settings(BaseModel):
     overlay: str = Field("kademlia", description="how peers find keys: " + " or ".join(OVERLAYS))
     keepers: int = Field(3, ge=1, le=9, description="peers that keep a workflow's journal; odd")
     majority_lost: Patience = Field(
-        120.0, description="go on without a lost majority of keepers after this long; or never"
+        float("inf"),
+        description="go on without a lost majority of keepers after this long; default: never",
     )
     grace: Duration = Field(10.0, description="how long running tasks may finish on SIGTERM")
     blob_max: Size = Field(64 * 2**30, description="largest file")

@@ -24,6 +24,8 @@ log = logging.getLogger("valence.journal")
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0
 SOON_S = 0.02
+#: the state of a journal that has only a part of its submission, and was never acknowledged
+VOID = "void"
 
 
 class Disk(Protocol):
@@ -145,24 +147,22 @@ class Shelf:
             self._promised[workflow] = one.promised
             if one.forget:
                 del self._promised[workflow]
-        keepers = None
         for seq, epoch, at, kind, body in one.entries:
             # what the rules have taken stands, whatever an earlier home had written there
             sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
             found.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
                 said = unpack(body)
-                sql = "insert or replace into workflows values (?, ?, ?, 'running', ?, null, ?, ?)"
-                about = (workflow, said["name"], said["owner"], at, said["tasks"], keepers)
-                found.append((sql, about))
-            elif kind in CONFIGS:
-                keepers = body
-                if seq:
-                    found.append(
-                        ("update workflows set keepers = ? where id = ?", (body, workflow))
-                    )
+                found.append(
+                    _row(workflow, said["name"], said["owner"], "running", at, said["tasks"])
+                )
+            elif kind in CONFIGS and seq:
+                found.append(("update workflows set keepers = ? where id = ?", (body, workflow)))
             elif kind == "ended":
-                self._ends[workflow] = unpack(body)["state"], at
+                state = unpack(body)["state"]
+                self._ends[workflow] = state, at
+                if state == VOID:
+                    found.append(_row(workflow, "", "", VOID, at, 0))
         if one.over:
             known = workflow in self._ends
             state, ended_at = self._ends.pop(workflow) if known else self._end(workflow)
@@ -237,6 +237,15 @@ class Shelf:
         rows = self._database.read(sql, (workflow,))
         promised, last_epoch, count = rows[0] if rows else (0, 0, 0)
         return Replica(workflow, promised=promised, floor=(last_epoch, count))
+
+
+def _row(id: str, name: str, owner: str, state: str, at: float, tasks: int) -> Statement:
+    """Of one workflow. Who keeps it was said in an entry before, perhaps in an earlier write."""
+    sql = (
+        "insert or replace into workflows values (?, ?, ?, ?, ?, null, ?, (select body from "
+        "entries where workflow = ? and kind in ('keepers', 'forced') order by seq desc limit 1))"
+    )
+    return sql, (id, name, owner, state, at, tasks, id)
 
 
 def unpack(body: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 #: two ways to find who owns a key: see protocols/overlay
@@ -112,7 +113,8 @@ class Config:
     keepers: int = 3  # odd: an even one more outlives no more deaths
     keep_timeout_s: float = 2.0
     keep_doubt_s: float = 0.5  # a keeper silent for so long is looked at by the failure detector
-    keep_bytes_max: int = 512 * 1024
+    keep_bytes_max: int = 512 * 1024  # of entries in one message
+    document_part_bytes: int = 256 * 1024  # a document is kept in pieces, each an entry
     # A keeper syncs once for each message: under load they are this far apart, after a few that
     # are not, so that who writes little waits for nothing.
     keep_gap_s: float = 0.005
@@ -124,8 +126,8 @@ class Config:
     stand_batch_max: int = 500
     tail_entries_max: int = 256  # of a journal, in memory, for keepers that are a little behind
     # A majority of keepers lost for longer than this is not waited for any more: a survivor goes on
-    # from its own copy. Infinite: never.
-    majority_lost_s: float = 120.0
+    # from its own copy. Infinite: never, as the lost may be only cut off, and go on as well.
+    majority_lost_s: float = math.inf
     # Ended journals: looked over so long after a peer was lost, and so often anyway
     archive_after_s: float = 10.0
     archive_s: float = 900.0

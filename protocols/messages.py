@@ -727,6 +727,7 @@ class FoundHome(Message):
     home: bytes = b""  # whom this peer follows as a keeper, if it is not the home itself
     kept: bool = False  # there is a copy here, whoever is its home
     birth: Natural = 0  # of the journal that this peer goes on with, as its home
+    void: bool = False  # a part of its submission, which was never acknowledged
 
 
 @numbered(41)

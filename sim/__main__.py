@@ -78,6 +78,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
             strategy="pilots" if options.queue else options.strategy,
             queue=options.queue,
             overlay=options.overlay,
+            slice_bytes=options.slice_bytes,
             faults=faults,
             config=CROWD if options.peers >= CROWD_PEERS else LAN,
             mutant=mutant,
@@ -159,6 +160,8 @@ def main() -> int:
     parser.add_argument("--strategy", choices=known, default=default.strategy)
     parser.add_argument("--queue", action="store_true", help="a task queue, too: for pilots")
     parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)
+    few = "of a journal in one message; 1: an entry at a time; 0: as the seed says"
+    parser.add_argument("--slice-bytes", type=int, default=default.slice_bytes, help=few)
     names = f"some of {','.join(FAULTS)}; or perish; or none"
     parser.add_argument("--faults", default="", help=names)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")

@@ -80,13 +80,16 @@ class Plan:
     strategy: str = "probe"
     queue: bool = False  # there is a task queue, and many submit to that
     overlay: str = "kademlia"
+    # bytes of a journal in one message: 1 is an entry at a time; 0: the seed says
+    slice_bytes: int = 0
     config: Config = LAN
     mutant: str = ""  # a rule that is broken on purpose
 
     def command(self) -> str:
         default = Plan(self.seed)
         words = [f"python -m sim --seed {self.seed}"]
-        for name in ("peers", "workflows", "seconds", "every_s", "keepers", "replaced", "gangs"):
+        said = ("peers", "workflows", "seconds", "every_s", "keepers", "replaced", "gangs")
+        for name in (*said, "slice_bytes"):
             value = getattr(self, name)
             if value != getattr(default, name):
                 words.append(f"--{name.replace('_', '-')} {value:g}")
@@ -133,6 +136,11 @@ class World:
             archive_after_s=2.0,
             archive_s=5.0 if plan.peers < CROWD_PEERS else 60.0,
         )
+        slice_bytes = plan.slice_bytes or self._drawn_slice_bytes()
+        if slice_bytes < LAN.keep_bytes_max:  # copies catch up, and documents arrive, bit by bit
+            self._config = replace(
+                self._config, keep_bytes_max=slice_bytes, document_part_bytes=200
+            )
         if plan.seed % 2 and plan.peers < CROWD_PEERS:  # news spread as among many
             self._config = replace(self._config, wave_min=3, wave_width=2)
         self._next_host = 0
@@ -160,6 +168,12 @@ class World:
         self._recovering = asyncio.Event()
         self._followed: set[str] = set()
         self._users: set[asyncio.Task[None]] = set()
+
+    def _drawn_slice_bytes(self) -> int:
+        if self.plan.peers >= CROWD_PEERS:
+            return LAN.keep_bytes_max
+        own = random.Random(f"slices {self.plan.seed}")  # so that nothing else is drawn otherwise
+        return own.choice((LAN.keep_bytes_max, LAN.keep_bytes_max, 2000, 1))
 
     def say(self, text: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -340,7 +354,9 @@ class World:
         return all(host.peer.members.count >= enough for host in self.up())
 
     def _all_over(self) -> bool:
-        return not self._users and all(map(self.ledger.over, self.ledger.acknowledged))
+        # (what was submitted and not acknowledged may run, too, and comes to its end)
+        busy = any(host.enactment.home.active() for host in self.up())
+        return not self._users and not busy and all(map(self.ledger.over, self.ledger.acknowledged))
 
     def _close(self) -> None:
         there = self.up()

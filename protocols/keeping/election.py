@@ -7,13 +7,14 @@ Rules:
 - It first asks whether it *would* be elected. Only then does it make promises of its own and asks
   for those of others: a keeper who sees things that others do not see disturbs nobody.
 - Nobody votes against a home that it believes to be there, nor for a copy that is behind its own,
-  also if it has given up its own since.
+  also if it has given up its own since. That holds for a candidate's own vote, too.
 - Elected, a home writes an entry of its own epoch. When a majority has that, it has all before it:
   only then does it go on with the workflow.
 - All journals that lost their home together are asked for in one message to each keeper.
-- Where a majority of keepers is lost for longer than a limit, the best copy that is left goes on by
-  itself, under an epoch far above, and says so. Its lost keepers, should they come back, hear of
-  that epoch from it and give up.
+- Nobody stands, or is voted for, in an era that its log is not in (`in_era`).
+- Where a majority of keepers is lost for longer than a limit, if one is set, the best copy that is
+  left goes on by itself, under an epoch far above, and says so. How the two lines of a workflow
+  meet again, if the lost were only cut off: `lines`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..members import State
 from ..messages import Candidacy, Contact, Elect, Elected, FindHome, FoundHome, Vote
 from ..rpc import CallFailed
 from .keeping import Keeping
-from .replica import Replica, forced, forced_epoch, majority, next_epoch, odd, shown
+from .replica import Replica, forced, forced_epoch, in_era, majority, next_epoch, odd, shown
 from .shelf import Write
 
 CHECK_S = 5.0
@@ -141,6 +142,7 @@ class Elections:
         keeping = self._keeping
         known = {w: max(self._seen.get(w, 0), keeping.replicas[w].promised) for w in batch}
         epochs = {w: next_epoch(known[w], keeping.rpc.me.id) for w in batch}
+        epochs = {w: e for w, e in epochs.items() if in_era(e, keeping.replicas[w].last_epoch)}
         would = self._counted(epochs, await self._poll(epochs, trial=True))
         epochs = {w: e for w, e in epochs.items() if w in would and self._still(w, e)}
         if epochs:
@@ -239,10 +241,11 @@ class Elections:
                 continue
             if any(forced(vote.epoch) > forced(epoch) for vote in mine):
                 continue  # a home went on without a majority: it holds, though it is outvoted
-            # a copy that is no keeper's (the set was changed back) asks, but is not elected
-            keeper = keeping.rpc.me.id in replica.keepers
+            # a copy that is no keeper's (the set was changed back) asks, but is not elected; nor is
+            # one that this peer itself would not vote for
+            able = keeping.rpc.me.id in replica.keepers and replica.caught_up
             granted = 1 + sum(vote.granted for vote in mine)
-            if keeper and granted >= majority(len(replica.keepers)):
+            if able and granted >= majority(len(replica.keepers)):
                 won.add(workflow)
                 continue
             home = next((v.home for v in mine if v.home and v.home != keeping.rpc.me.id), b"")

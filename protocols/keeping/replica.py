@@ -59,6 +59,18 @@ def forced(epoch: int) -> int:
     return shown(epoch) // FORCED_STEP
 
 
+def begins_era(epoch: int) -> bool:
+    """Of a home that goes on without a majority, from its own copy; not of one that is elected."""
+    return forced(epoch) > 0 and shown(epoch) % FORCED_STEP == 0
+
+
+def in_era(epoch: int, last_epoch: int) -> bool:
+    """A copy whose last entry is of that epoch may lead in this one: it is of the same era, or this
+    begins one. What a forced home wrote is in no log of before; a home that led in its era without
+    that would count other entries in its place."""
+    return begins_era(epoch) or forced(epoch) == forced(last_epoch)
+
+
 def majority(count: int) -> int:
     return count // 2 + 1
 
@@ -128,6 +140,12 @@ class Replica:
         return max((self.last_epoch, self.count), self.floor)
 
     @property
+    def caught_up(self) -> bool:
+        """With the copy that was here before. Until then this one knows less than what this very
+        peer once answered for, and an old set of keepers: it may not vote for itself, either."""
+        return (self.last_epoch, self.count) >= self.floor
+
+    @property
     def over(self) -> bool:
         return 0 < self.ended_at_count <= self.committed
 
@@ -191,6 +209,8 @@ class Replica:
         """Empty: this keeper may vote for it."""
         if asked.epoch <= self.promised:
             return f"epoch {shown(self.promised)} is promised already"
+        if not in_era(asked.epoch, asked.last_epoch):
+            return "its copy is of before its home went on without a majority"
         if self.count and asked.birth != self.birth:
             return "it is another workflow of the same name"
         if (asked.last_epoch, asked.entries) < self.position:
