@@ -17,6 +17,7 @@ from protocols.config import Config
 from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
+from protocols.keeping.lines import Lines
 from protocols.keeping.place import is_queued
 from protocols.keeping.tending import Tending
 from protocols.liveness import Liveness
@@ -142,7 +143,8 @@ class Enactment:
         self.executor.on_consumed = self.layer.consumed
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
-        self.archive = Archive(self.keeping, self.elections)
+        self.lines = Lines(self.keeping)
+        self.archive = Archive(self.keeping, self.elections, self.lines)
         answers = Answers(self.home, rpc, clock)
         locate = Locate(rpc, members, records, self.journal)
         reason = self.elections.reason
@@ -155,6 +157,7 @@ class Enactment:
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
+        self.keeping.on_dropped = self.home.dropped
         self.keeping.on_doubt = liveness.suspect
         self.keeping.on_company = self._stir
         liveness.watched = self._watched
@@ -193,6 +196,7 @@ class Enactment:
             ("elections", self.elections.run()),
             ("tending", self.tending.run()),
             ("archive", self.archive.run()),
+            ("lines", self.lines.run()),
         ]
 
     def _take_own(self, ended: Outcome) -> bool:

@@ -259,6 +259,12 @@ class Home:
         if ended is not None:
             ended.set()
 
+    def dropped(self, id: str) -> None:
+        """The copy here is given up: others answer for it, also if it ended here."""
+        ended = self._ended.get(id)
+        if ended is not None:
+            self._forget(ended)
+
     def take_up(self, id: str) -> None:
         """This peer is its home now: go on as the journal says."""
         if self.journal.document(id) is None:

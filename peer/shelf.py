@@ -201,13 +201,13 @@ class Shelf:
         found = [self.replica(workflow) for (workflow,) in rows]
         return [replica for replica in found if replica is not None]
 
-    def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...]]]:
+    def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...], int]]:
         sql = (
-            "select id, keepers from workflows where id > ? and ended_at is not null "
-            "order by id limit ?"
+            "select id, keepers, (select epoch from entries where workflow = id order by seq desc "
+            "limit 1) from workflows where id > ? and ended_at is not null order by id limit ?"
         )
         rows = self._database.read(sql, (after, limit))
-        return [(id, keepers_in(body)) for id, body in rows]
+        return [(id, keepers_in(body), epoch or 0) for id, body, epoch in rows]
 
     def replica(self, workflow: str) -> Replica | None:
         sql = "select 1 from copies where workflow = ? and here = 1"

@@ -124,6 +124,10 @@ class Config:
     stand_answer_s: float = 0.6
     stand_again_s_max: float = 5.0
     stand_batch_max: int = 500
+    # A copy that heard nothing for so long asks the peer it follows whether that is still home: if
+    # it could not be reached while its workflow ended, and did not notice, it would wait for ever.
+    follow_s: float = 60.0
+    follow_batch_max: int = 1000
     tail_entries_max: int = 256  # of a journal, in memory, for keepers that are a little behind
     # A majority of keepers lost for longer than this is not waited for any more: a survivor goes on
     # from its own copy. Infinite: never, as the lost may be only cut off, and go on as well.

@@ -1158,3 +1158,35 @@ class InUse(Message):
 
     scale: Scale
     kinds: Annotated[tuple[tuple[Needs, Seconds], ...], Field(max_length=16)]
+
+
+@numbered(93, repeatable=True)
+class Meet(Message):
+    """From a copy of a journal whose home went on without a majority: is there another line of it?
+    Of the two one side is given up (keeping/lines)."""
+
+    workflow: Word
+    birth: Natural
+    epoch: Natural  # the highest it has promised or written
+    era: Natural  # that its last entry is of
+    over: bool
+
+
+@numbered(94)
+class Met(Message):
+    known: bool  # a copy of another line was here
+    over: bool = False
+    era: Natural = 0
+    epoch: Natural = 0
+
+
+@numbered(95, repeatable=True)
+class StillHome(Message):
+    """From a keeper to the home that its copies follow, and of which it has not heard for long."""
+
+    workflows: Annotated[tuple[Word, ...], Field(max_length=1000)]
+
+
+@numbered(96)
+class NotHome(Message):
+    workflows: Annotated[tuple[Word, ...], Field(max_length=1000)]  # of those asked about

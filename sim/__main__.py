@@ -18,7 +18,7 @@ from protocols.config import LAN, OVERLAYS
 from workflow.model import STRATEGIES
 
 from .loop import run_out, with_fixed_hashes
-from .mutants import MUTANTS, applied
+from .mutants import MUTANTS, WORLDS, applied
 from .world import CROWD, CROWD_PEERS, FAULTS, Plan, Report, simulate
 
 #: a run that takes so long in real time goes round in circles
@@ -64,7 +64,7 @@ def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, Report]]:
 def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
     faults = tuple(options.faults.split(",")) if options.faults else FAULTS
     faults = () if faults == ("none",) else faults
-    return [
+    listed = [
         Plan(
             seed=seed,
             peers=options.peers,
@@ -85,6 +85,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
         )
         for seed in range(options.seed, options.seed + options.seeds)
     ]
+    return [replace(plan, **WORLDS.get(mutant, {})) for plan in listed]
 
 
 def tell(report: Report, plan: Plan, trace: bool) -> None:

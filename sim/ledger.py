@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from master.queue import site_id
-from peer.shelf import unpack
+from peer.shelf import VOID, unpack
 from protocols.keeping.place import is_queued
 from protocols.keeping.replica import TAG_BITS, forced, shown
 from protocols.messages import AttemptKey, Entry, Outcome, Work
@@ -48,6 +48,9 @@ def _strict_layers(body: dict[str, Any]) -> Counter[int]:
     return found
 
 
+Files = dict[str, str | None]  # name → hash, as a peer serves them
+
+
 class Violation(AssertionError):
     """A rule that must never be broken was."""
 
@@ -57,7 +60,6 @@ class _Story:
     """One workflow, by the entries that were agreed on."""
 
     entries: list[tuple[int, int]] = field(default_factory=list)  # epoch, check sum
-    era: int = 0  # how often a home went on without a majority
     won: set[str] = field(default_factory=set)  # tasks that have succeeded
     ever_won: set[str] = field(default_factory=set)  # and those whose results were lost since
     made: set[tuple[str, bytes]] = field(default_factory=set)  # files that counted once
@@ -73,18 +75,20 @@ class _Story:
     staged: set[bytes] = field(default_factory=set)
     layers: Counter[int] = field(default_factory=Counter)
     ended: str = ""
+    ended_at: float = 0.0
 
 
 class Ledger:
     def __init__(self) -> None:
         self.acknowledged: dict[str, int] = {}  # workflow → its tasks
-        self.told: dict[str, str] = {}  # final states that a user has seen
         self.cancelled: set[str] = set()  # cancels that were acknowledged
         self.counts: Counter[str] = Counter()
-        self.stories: dict[str, _Story] = defaultdict(_Story)
+        self.stories: dict[tuple[str, int], _Story] = defaultdict(_Story)  # by name and era
+        self.keys: dict[str, str] = {}  # of submissions that were acknowledged → workflow
         self.births: dict[str, int] = {}
         self.twins: set[str] = set()
         self.ran: Counter[tuple[AttemptKey, bytes, int]] = Counter()
+        self.served: dict[str, Files] = {}
         self.lax = False  # a majority may be lost for good: what only it knew may be
 
     # ----------------------------------------------------------------- at once
@@ -93,12 +97,7 @@ class Ledger:
         """A home says that more of its journal counts."""
         keeping = host.enactment.keeping
         replica, lead = keeping.replicas[workflow], keeping.leads[workflow]
-        story = self._story(workflow, replica.birth)
-        era = forced(lead.epoch)
-        if era > story.era:
-            self._begin_era(story, era)
-        elif era < story.era:
-            raise Violation(f"{workflow}: a home of an older era counts entries")
+        story = self._story(workflow, replica.birth, forced(lead.epoch))
         start = len(story.entries)
         if replica.committed <= start:
             start = max(0, replica.committed - 1)  # at least look at the last
@@ -117,32 +116,28 @@ class Ledger:
             self._read(workflow, story, entry)
         self.counts["entries"] = sum(len(s.entries) for s in self.stories.values())
 
-    def _story(self, workflow: str, birth: int) -> _Story:
+    def _story(self, workflow: str, birth: int, era: int) -> _Story:
         """One key submitted at two places that do not hear of each other makes two of one name:
-        each has its own journal, and only that is looked at."""
-        if self.births.setdefault(workflow, birth) == birth:
-            return self.stories[workflow]
-        self.twins.add(workflow)
-        self.counts["twins"] = len(self.twins)
-        return self.stories[f"{workflow}@{birth}"]
+        each has its own journal, and only that is looked at. A home that goes on without a
+        majority begins a line of its own, too: what its copy does not have is gone there."""
+        if self.births.setdefault(workflow, birth) != birth:
+            self.twins.add(workflow)
+            self.counts["twins"] = len(self.twins)
+            return self.stories[f"{workflow}@{birth}", era]
+        if era and (workflow, era) not in self.stories:
+            self.counts["forced"] += 1
+        return self.stories[workflow, era]
+
+    def lines(self, workflow: str) -> list[_Story]:
+        """In the order in which they hold, see `protocols.keeping.lines`: the first one does."""
+        found = [(era, s) for (name, era), s in self.stories.items() if name == workflow]
+        ended = [s for era, s in sorted(found, key=lambda row: row[0]) if s.ended]
+        others = [s for era, s in sorted(found, key=lambda row: -row[0]) if not s.ended]
+        return [*ended, *others]
 
     def over(self, workflow: str) -> bool:
-        found = [s for name, s in self.stories.items() if name.partition("@")[0] == workflow]
-        return any(story.ended for story in found)
-
-    def _begin_era(self, story: _Story, era: int) -> None:
-        """It goes on from one copy alone: what that copy does not have is gone, and said to be."""
-        story.era = era
-        story.entries.clear()
-        story.won.clear()
-        story.given_up.clear()
-        story.commits.clear()
-        story.started.clear()
-        story.begun_with.clear()
-        story.winners.clear()
-        story.staged.clear()
-        story.ended = ""
-        self.counts["forced"] += 1
+        names = [(n, s) for (n, _), s in self.stories.items()]
+        return any(s.ended for name, s in names if name.partition("@")[0] == workflow)
 
     def _entries(self, host: Host, workflow: str, start: int, end: int) -> list[Entry]:
         lead = host.enactment.keeping.leads[workflow]
@@ -194,7 +189,7 @@ class Ledger:
         elif entry.kind == "staged":
             story.staged.update(row[1] for row in body["files"])
         elif entry.kind == "ended":
-            story.ended = body["state"]
+            story.ended, story.ended_at = body["state"], entry.at
             if story.ended == "succeeded":
                 self._check_gangs(workflow, story)
         elif entry.kind == "home":
@@ -243,20 +238,22 @@ class Ledger:
         self.counts["attempts"] += 1
         if work.key.workflow in self.twins:
             return
-        key, story = work.key, self.stories[work.key.workflow]
+        key = work.key
+        story = self.stories[key.workflow, forced(work.epoch)]
+        lines = self.lines(key.workflow)
         for file in work.inputs:
             maker = maker_of(file.name)
             if maker is None:
-                if file.hash not in story.staged:
+                if not any(file.hash in line.staged for line in lines):
                     raise Violation(f"{key} runs with an input that was never agreed on")
-            elif (file.name, file.hash) not in story.made:
+            elif not any((file.name, file.hash) in line.made for line in lines):
                 raise Violation(f"{key} runs with {file.name}, which {maker} is not agreed to have")
         if story.layers and not self.lax:
             self._in_turn(key, story)
         own = work.epoch % 2**TAG_BITS == zlib.crc32(host.id)  # this very peer's, as its home
         by = site_id(host.site) if is_queued(key.workflow) else host.id
         given = (key.task, key.number, by, work.epoch)
-        if not own and given not in story.started and forced(work.epoch) == story.era:
+        if not own and given not in story.started:
             raise Violation(f"{key} was given away before that was agreed on")
         if host.workshop.running >= host.slots:
             raise Violation(f"peer {host.index} runs more than it has room for")
@@ -280,38 +277,68 @@ class Ledger:
         """An executing peer forgets an outcome, as its home has it."""
         if ended.key.workflow in self.twins:
             return
-        story = self.stories[ended.key.workflow]
-        task = ended.key.task
-        needless = story.ended or story.cancelled or task in story.given_up
-        if RANK in task and (task, ended.key.number) in story.given_back:
-            return  # its gang has begun anew
-        if ended.kind == "ok" and not needless and task not in story.ever_won:
-            by = site_id(host.site) if is_queued(ended.key.workflow) else host.id
-            given = (ended.key.task, ended.key.number, by, ended.epoch)
-            if given in story.started:
-                raise Violation(f"{ended.key}: its result was let go, and does not count")
+        by = site_id(host.site) if is_queued(ended.key.workflow) else host.id
+        given = (ended.key.task, ended.key.number, by, ended.epoch)
+        lines = self.lines(ended.key.workflow)
+        known = [line for line in lines if given in line.started]
+        if len(known) < len(lines):
+            return  # a home that went on without a majority knows nothing of it
+        if ended.kind == "ok" and lines and not any(_settled(line, ended) for line in lines):
+            raise Violation(f"{ended.key}: its result was let go, and does not count")
+
+    def accepts(self, workflow: str, tasks: int, key: str | None) -> None:
+        """A user is told that a submission will not be lost."""
+        self.acknowledged[workflow] = tasks
+        if key is None:
+            return
+        first = self.keys.setdefault(key, workflow)
+        if first != workflow and not {first, workflow} & self.twins:
+            raise Violation(f"{key} was submitted twice, and is {first} and {workflow}")
 
     def tells(self, workflow: str, state: str) -> None:
         """A user is told how a workflow ended."""
         if state not in FINAL or workflow in self.twins:
             return
-        story = self.stories[workflow]
-        if story.ended != state and not self.lax:
+        if not any(line.ended == state for line in self.lines(workflow)):
             raise Violation(f"{workflow}: its user is told {state}, which was not agreed on")
-        before = self.told.setdefault(workflow, state)
-        if before != state and not self.lax:
-            raise Violation(f"{workflow}: its user was told {before}, and now {state}")
 
     # ----------------------------------------------------------------- in the end
 
     def close(self) -> None:
         for workflow, tasks in self.acknowledged.items():
-            story = self.stories[workflow]
             if workflow in self.twins:
                 continue
-            if not story.ended:
+            lines = self.lines(workflow)
+            if not lines or not lines[0].ended:
                 raise Violation(f"{workflow} was acknowledged, and never came to an end")
+            story = lines[0]
+            if story.ended == VOID:
+                raise Violation(f"{workflow} was acknowledged, and is void")
             if story.ended == "succeeded" and len(story.won) != tasks:
                 raise Violation(f"{workflow} succeeded with {len(story.won)} of {tasks} results")
-            if workflow in self.cancelled and story.ended not in FINAL:
+            ignored = workflow in self.cancelled and story.ended != "cancelled"
+            if ignored and len(lines) == 1:  # (one of several was told to another line)
                 raise Violation(f"{workflow}: a cancel that was acknowledged had no effect")
+
+    def serves(self, workflow: str, index: int, view: dict[str, Any], files: Files) -> None:
+        """In the end: what one peer tells of a workflow is what holds, and the same everywhere.
+
+        So what users were told stays true: an end that a majority agreed on holds against all that
+        a home without one may have made of it."""
+        if workflow in self.twins:
+            return
+        story = self.lines(workflow)[0]
+        if (view["state"], view["ended_at"]) != (story.ended, story.ended_at):
+            said = f"{view['state']} at {view['ended_at']}"
+            holds = f"{story.ended} at {story.ended_at}"
+            raise Violation(f"{workflow}: peer {index} says {said}, and {holds} holds")
+        if files != self.served.setdefault(workflow, files):
+            raise Violation(f"{workflow}: peer {index} has other files of it than others have")
+
+
+def _settled(story: _Story, ended: Outcome) -> bool:
+    """This result counts in that line, or is of no use to it any more."""
+    task = ended.key.task
+    anew = RANK in task and (task, ended.key.number) in story.given_back  # with its gang
+    needless = bool(story.ended) or story.cancelled or task in story.given_up
+    return needless or anew or task in story.ever_won

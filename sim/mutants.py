@@ -14,16 +14,20 @@ from typing import Any
 
 import peer.home
 import protocols.keeping.election
+import protocols.keeping.lines
 import protocols.keeping.replica
 from peer.gang import Mending
+from peer.gateway import Gateway
 from peer.home import Home
 from peer.journal import Journal
-from peer.run import Run
+from peer.run import FINAL, Run
 from peer.shelf import Shelf
 from protocols.admission import Admission
 from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
+from protocols.keeping.lines import Lines
+from protocols.keeping.place import new_id
 from protocols.keeping.replica import Replica
 from protocols.keeping.tending import Tending
 from protocols.members import State
@@ -34,9 +38,23 @@ Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 
 
-def mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+#: where a mutant shows: what its worlds have that others do not
+WORLDS: dict[str, dict[str, Any]] = {}
+
+Make = Callable[[], list[Patch]]
+
+
+def mutant(make: Make) -> Make:
     MUTANTS[make.__name__.replace("_", "-")] = make
     return make
+
+
+def where(**world: Any) -> Callable[[Make], Make]:
+    def known(make: Make) -> Make:
+        WORLDS[make.__name__.replace("_", "-")] = world
+        return make
+
+    return known
 
 
 @contextmanager
@@ -316,3 +334,129 @@ def strict_levels_do_not_wait() -> list[Patch]:
             self.levels = levels
 
     return [(Run, "is_ready", lax)]
+
+
+@mutant
+def a_copy_that_has_not_caught_up_votes_for_itself() -> list[Patch]:
+    return [(Replica, "caught_up", property(lambda self: True))]
+
+
+@mutant
+@where(majority_lost_s=10.0)
+def homes_lead_in_eras_that_their_log_is_not_in() -> list[Patch]:
+    def lax(epoch: int, last_epoch: int) -> bool:
+        return True
+
+    return [
+        (protocols.keeping.replica, "in_era", lax),
+        (protocols.keeping.election, "in_era", lax),
+    ]
+
+
+@mutant
+@where(majority_lost_s=10.0)
+def two_lines_of_a_workflow_never_meet() -> list[Patch]:
+    async def shy(self: Any, copy: Any) -> None:
+        pass
+
+    return [(Lines, "look", shy)]
+
+
+@mutant
+@where(majority_lost_s=10.0)
+def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
+    def holds(over: bool, era: int, other_over: bool, other_era: int) -> bool:
+        return era > other_era
+
+    return [(protocols.keeping.lines, "holds", holds)]
+
+
+@mutant
+def half_a_submission_is_gone_on_with() -> list[Patch]:
+    """As if what is left of it were all of it."""
+    take_up = Home.take_up
+
+    def hasty(self: Any, id: str) -> None:
+        if self.journal.document(id) is not None:
+            take_up(self, id)
+
+    return [(Home, "take_up", hasty)]
+
+
+@mutant
+def silent_homes_are_never_asked() -> list[Patch]:
+    async def idle(self: Any, now: float) -> None:
+        pass
+
+    return [(Elections, "_ask_homes", idle)]
+
+
+@mutant
+def copies_that_are_given_up_are_still_answered_for() -> list[Patch]:
+    return [(Home, "dropped", lambda self, id: None)]
+
+
+@mutant
+def cancels_are_acknowledged_and_ignored() -> list[Patch]:
+    async def deaf(self: Any, id: str, reason: str) -> Any:
+        return self.get(id)
+
+    return [(Home, "cancel", deaf)]
+
+
+@mutant
+def a_key_is_not_looked_up() -> list[Patch]:
+    async def anew(self: Any, owner: str, options: Any) -> tuple[str, bool]:
+        return new_id(self._rpc.me.id, self._rng, self.prefix), True
+
+    return [(Gateway, "_named", anew)]
+
+
+@mutant
+def ends_are_told_before_they_count() -> list[Patch]:
+    async def hasty(self: Any, run: Any) -> bool:
+        return True
+
+    return [(Home, "stands", hasty)]
+
+
+@mutant
+def a_workflow_goes_on_after_its_end() -> list[Patch]:
+    def forgetful(self: Any, body: Any, at: float) -> None:
+        self.state = body["state"]
+
+    return [(Run, "_on_ended", forgetful)]
+
+
+@mutant
+def a_gang_begins_without_one() -> list[Patch]:
+    placed = Home.placed
+
+    def lax(self: Any, batch: Any) -> None:
+        placed(self, [one for one in batch if one.unit.key not in one.unit.gang[:1]])
+
+    return [(Home, "placed", lax)]
+
+
+@mutant
+def a_workflow_succeeds_with_a_task_left() -> list[Patch]:
+    conclusion = Run.conclusion
+
+    def hasty(self: Any) -> Any:
+        left = [t for t in self.tasks.values() if t.state not in FINAL]
+        if len(left) == 1 and len(self.tasks) > 1 and not self.cancelling:
+            return "succeeded", ""
+        return conclusion(self)
+
+    return [(Run, "conclusion", hasty)]
+
+
+@mutant
+def a_peer_runs_more_than_fits() -> list[Patch]:
+    """It believes in twice the cores that it has."""
+    make = Admission.__init__
+
+    def boastful(self: Any, capacity: Any, *more: Any) -> None:
+        make(self, capacity._replace(millicores=2 * capacity.millicores), *more)
+
+    return [(Admission, "__init__", boastful)]

@@ -134,6 +134,7 @@ class World:
             majority_lost_s=plan.majority_lost_s,
             stand_step_s=self.rng.choice((plan.config.stand_step_s, 0.0)),  # 0: all at once
             archive_after_s=2.0,
+            follow_s=5.0 if plan.peers < CROWD_PEERS else LAN.follow_s,
             archive_s=5.0 if plan.peers < CROWD_PEERS else 60.0,
         )
         slice_bytes = plan.slice_bytes or self._drawn_slice_bytes()
@@ -167,6 +168,7 @@ class World:
         self._calm_since = self._died_at = 0.0
         self._recovering = asyncio.Event()
         self._followed: set[str] = set()
+        self._problem = "no answer"  # that a user was told last
         self._users: set[asyncio.Task[None]] = set()
 
     def _drawn_slice_bytes(self) -> int:
@@ -320,6 +322,8 @@ class World:
             await asyncio.sleep(self._quiet_s())
             if self._broken is None:
                 self._guard(self._close)
+            if self._broken is None:
+                await self._ask_everybody()
         for task in (*tasks, *self._users):
             task.cancel()
         await asyncio.gather(*tasks, *self._users, return_exceptions=True)
@@ -383,6 +387,24 @@ class World:
             if admission.free != admission.capacity or host.workshop.running:
                 raise Violation(f"peer {host.index} has nothing to do, and not all its room free")
             self._check_bounds(host)
+
+    async def _ask_everybody(self) -> None:
+        """In the end every peer tells the same of every workflow."""
+        for workflow in self.ledger.acknowledged:
+            for host in [self.queue] if self.queue and is_queued(workflow) else self.up():
+                assert host is not None
+                asked = host.enactment.gateway.ask("", workflow, "workflow")
+                view = await self._ask(host, asked, 30.0)
+                listed = await self._ask(
+                    host, host.enactment.gateway.ask("", workflow, "files"), 30.0
+                )
+                if view is None or listed is None:
+                    self._copies(workflow)
+                    what = f"what became of {workflow}: {self._problem}"
+                    self._fail(f"peer {host.index} can't say {what}")
+                    return
+                files = {file["name"]: file["hash"] for file in listed["files"]}
+                self._guard(lambda: self.ledger.serves(workflow, host.index, view, files))  # noqa: B023
 
     def _why(self, workflow: str) -> str:
         """What the peers themselves say."""
@@ -511,13 +533,19 @@ class World:
             if isinstance(found, tuple):
                 workflow = found[0]
                 tasks = sum(task["peers"] for task in document["tasks"].values())
-                self.ledger.acknowledged[workflow] = tasks
+                self._guard(lambda: self.ledger.accepts(workflow, tasks, key))  # noqa: B023
                 self.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
                 if host is self.queue:
                     pass  # nobody else has it: see the fault `queue`
                 elif self.rng.random() < self.treachery and not self._recovering.is_set():
                     await self._do_die(host)  # at once
                     self._spawn(self._do_crash(host))
+                if key is not None and self.rng.random() < 0.5:  # did that get through?
+                    other = host if host is self.queue else self._any()
+                    asked = other.enactment.gateway.submit(text, dict(options), "somebody", False)
+                    again = await self._ask(other, asked, 15.0)
+                    if isinstance(again, tuple):
+                        self._guard(lambda: self.ledger.accepts(again[0], tasks, key))  # noqa: B023
                 self._followed.add(workflow)
                 await self._follow(workflow)
                 self._followed.discard(workflow)
@@ -540,6 +568,11 @@ class World:
                     cancel = False
                 continue
             if not host.up:
+                continue
+            if self.rng.random() < 0.2:
+                view = await self._ask(host, gateway.ask("", workflow, "workflow"), 15.0)
+                if isinstance(view, dict):
+                    self._guard(lambda: self.ledger.tells(workflow, view["state"]))  # noqa: B023
                 continue
             asked = gateway.ask("", workflow, "events", after=position, wait_s=3.0)
             page = await self._ask(host, asked, 20.0)
@@ -582,6 +615,7 @@ class World:
         try:
             return await host.do(work, limit_s)
         except Problem as problem:
+            self._problem = f"{problem.status}: {problem.detail}"
             if problem.status not in (404, 409, 503, 507):
                 self._fail(f"a user is told {problem.status}: {problem.detail}")
             return None
@@ -768,6 +802,8 @@ class World:
                 return
 
     async def _do_stop(self) -> None:
+        if not self.up():
+            return
         host = self.rng.choice(self.up())
         life = host.life
         assert life is not None
@@ -823,6 +859,8 @@ class World:
         self.network.faults = Faults()
 
     async def _do_slow_disk(self) -> None:
+        if not self.up():
+            return
         host = self.rng.choice(self.up())
         self.say(f"peer {host.index} has a slow disk")
         host.sync_s = host.database.sync_s = 0.3 * self.rng.random()
@@ -830,6 +868,8 @@ class World:
         host.sync_s = host.database.sync_s = self.sync_s
 
     async def _do_full_disk(self) -> None:
+        if not self.up():
+            return
         host = self.rng.choice(self.up())
         self.say(f"peer {host.index} has a full disk")
         host.database.full = True

@@ -17,15 +17,17 @@ from ..members import State
 from ..messages import Member
 from .election import Elections
 from .keeping import Keeping
-from .replica import majority, odd
+from .lines import Lines
+from .replica import forced, majority, odd
 
 PAGE = 500
 RENEWED_S_MAX = 30.0
 
 
 class Archive:
-    def __init__(self, keeping: Keeping, elections: Elections) -> None:
+    def __init__(self, keeping: Keeping, elections: Elections, lines: Lines) -> None:
         self._keeping = keeping
+        self._lines = lines
         self._elections = elections
         self._lost = asyncio.Event()
         self._lost.set()  # also after a start: who knows who has gone meanwhile
@@ -37,6 +39,9 @@ class Archive:
     def _member_changed(self, old: Member | None, new: Member) -> None:
         few = self._keeping.config.keepers
         lost = new.state >= State.DEAD and new.contact.id in self._fellows
+        # who is back may have gone on by itself, if homes do that
+        back = new.state == State.ALIVE and old is not None and old.state >= State.DEAD
+        lost = lost or (back and not math.isinf(self._keeping.config.majority_lost_s))
         if lost or self._keeping.members.count <= few:
             self._lost.set()
 
@@ -57,8 +62,11 @@ class Archive:
         self._fellows.clear()
         while True:
             rows = self._keeping.shelf.ended(after, PAGE)
-            for workflow, keepers in rows:
+            for workflow, keepers, epoch in rows:
                 self._fellows.update(keepers)
+                copy = self._keeping.shelf.replica(workflow) if forced(epoch) else None
+                if copy is not None and workflow not in self._keeping.replicas:
+                    await self._lines.look(copy)
                 if self._is_mine(keepers):
                     await self._renew(workflow)
             if len(rows) < PAGE:

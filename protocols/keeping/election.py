@@ -27,7 +27,17 @@ from dataclasses import dataclass
 import msgpack
 
 from ..members import State
-from ..messages import Candidacy, Contact, Elect, Elected, FindHome, FoundHome, Vote
+from ..messages import (
+    Candidacy,
+    Contact,
+    Elect,
+    Elected,
+    FindHome,
+    FoundHome,
+    NotHome,
+    StillHome,
+    Vote,
+)
 from ..rpc import CallFailed
 from .keeping import Keeping
 from .replica import Replica, forced, forced_epoch, in_era, majority, next_epoch, odd, shown
@@ -56,7 +66,9 @@ class Elections:
         keeping.on_vacant = self.vacant
         keeping.on_followed = self.followed
         keeping.on_keeper_back = self.back
+        self._heard: dict[str, float] = {}  # of its home, by each copy
         keeping.rpc.on(Elect, self._elect)
+        keeping.rpc.on(StillHome, self._still_home)
 
     def start(self) -> None:
         """The others are known: see to what is here from before."""
@@ -83,6 +95,7 @@ class Elections:
 
     def followed(self, workflow: str) -> None:
         """There is a home, or no copy: nothing to stand for."""
+        self._heard[workflow] = self._now()
         self._due.pop(workflow, None)
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
@@ -136,6 +149,7 @@ class Elections:
                 await self._stand(batch[: self._keeping.config.stand_batch_max])
             if now >= check_at:
                 check_at = self._now() + CHECK_S
+                await self._ask_homes(now)
                 await self._look_for_lost(now)
 
     async def _stand(self, batch: list[str]) -> None:
@@ -234,13 +248,13 @@ class Elections:
             if replica is None:
                 continue
             mine = votes.get(workflow, [])
+            # (who promised a home that went on without a majority has no vote here, see `lines`)
+            mine = [vote for vote in mine if forced(vote.epoch) <= forced(epoch)]
             for vote in mine:
                 self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
             if any(vote.outsider for vote in mine):
                 keeping.drop(workflow)
                 continue
-            if any(forced(vote.epoch) > forced(epoch) for vote in mine):
-                continue  # a home went on without a majority: it holds, though it is outvoted
             # a copy that is no keeper's (the set was changed back) asks, but is not elected; nor is
             # one that this peer itself would not vote for
             able = keeping.rpc.me.id in replica.keepers and replica.caught_up
@@ -309,6 +323,41 @@ class Elections:
             return f"peer {home.hex()[:8]} is its home, and there"
         return ""
 
+    # ----------------------------------------------------------------- homes that say nothing
+
+    async def _ask_homes(self, now: float) -> None:
+        keeping, silent_s = self._keeping, self._keeping.config.follow_s
+        self._heard = {w: self._heard.get(w, now) for w in keeping.replicas}
+        asked: dict[bytes, list[str]] = {}
+        for workflow, replica in keeping.replicas.items():
+            silent = now - self._heard[workflow] >= silent_s
+            if silent and replica.home and workflow not in keeping.leads:
+                asked.setdefault(replica.home, []).append(workflow)
+        await asyncio.gather(*(self._ask_home(home, some) for home, some in asked.items()))
+
+    async def _ask_home(self, home: bytes, workflows: list[str]) -> None:
+        keeping = self._keeping
+        some = workflows[: keeping.config.follow_batch_max]
+        contact = keeping.members.contact(home)
+        try:
+            if contact is None:
+                raise CallFailed("it is not known any more")
+            message = StillHome(workflows=tuple(some))
+            answer = await keeping.rpc.call(contact, message, NotHome, probing=True)
+        except CallFailed:
+            return  # the failure detector has its eye on it
+        for workflow in some:
+            self._heard[workflow] = self._now()
+        for workflow in answer.workflows:
+            replica = keeping.replicas.get(workflow)
+            if replica is not None and replica.home == home and workflow not in keeping.leads:
+                replica.home = b""
+                self.vacant(workflow)
+
+    def _still_home(self, sender: Contact, message: StillHome) -> NotHome:
+        leads = self._keeping.leads
+        return NotHome(workflows=tuple(w for w in message.workflows if w not in leads))
+
     # ----------------------------------------------------------------- a majority is lost
 
     async def _look_for_lost(self, now: float) -> None:
@@ -351,6 +400,7 @@ class Elections:
             if trial:
                 keeping.depose(workflow)
                 replica.promised = epoch
+            if trial and others:  # (alone, it promises and begins in one write: or did neither)
                 await keeping.shelf.write([Write(workflow, epoch)])
         if workflow in keeping.leads:
             return

@@ -92,6 +92,7 @@ class Keeping:
         self.complete: Callable[[Replica, Lead], bool] = lambda replica, lead: True
         self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
+        self.on_dropped: Callable[[str], None] = lambda workflow: None  # the copy here
         # of an ended journal that memory lets go of: its keepers
         self.on_put_away: Callable[[tuple[bytes, ...]], None] = lambda keepers: None
         self._clock = clock
@@ -469,6 +470,12 @@ class Keeping:
         elif stored.refusal == "exists" and replica.committed:
             lead.strangers.add(keeper)  # it keeps another of this name
             self.on_news(sent.workflow)
+        elif forced(stored.epoch) > forced(lead.epoch):
+            # it follows a home that went on without a majority, or would have: this one has a
+            # majority without it (what becomes of the two: `lines`)
+            lead.strangers.add(keeper)
+            lead.parting.pop(keeper, None)
+            self.on_news(sent.workflow)
         elif stored.epoch > lead.epoch or stored.refusal in ("epoch", "exists"):
             replica.home = b""
             self.depose(sent.workflow)
@@ -536,6 +543,9 @@ class Keeping:
         if other and forced(found.epoch) <= forced(replica.last_epoch):
             # born twice, by one key at two peers: the first one here stays
             return Stored(workflow, replica.promised, 0, "exists")
+        if replica.over and forced(found.epoch) > forced(replica.last_epoch):
+            # an end that was agreed on holds against a home that went on without a majority
+            return Stored(workflow, replica.promised, 0, "exists")
         if not known:
             if first is None:
                 return Stored(workflow, replica.promised, 0, "gap")
@@ -555,15 +565,18 @@ class Keeping:
         self.counts["entries_kept"] += len(taken.entries)
         return Stored(workflow, found.epoch, taken.agreed, taken.refusal)
 
-    def drop(self, workflow: str) -> None:
-        """This copy is one too many. What was promised stays."""
+    def drop(self, workflow: str, promise: bool = True) -> None:
+        """This copy is one too many. What was promised stays; unless that was to a line of the
+        journal that does not hold (`lines`)."""
         replica = self.replicas.get(workflow)
         if replica is None or workflow in self.leads or workflow in self._closing:
             return
         self.counts["copies_dropped"] += 1
         self.on_followed(workflow)
+        self.on_dropped(workflow)
         self._closing.add(workflow)
-        gone = Write(workflow, replica.promised, forget=True, position=replica.position)
+        promised, position = (replica.promised, replica.position) if promise else (0, (0, 0))
+        gone = Write(workflow, promised, forget=True, position=position)
         done = self.shelf.write([gone])
         done.add_done_callback(lambda _: self._dropped(workflow))
 

@@ -44,8 +44,8 @@ class Shelf(Protocol):
     def unfinished(self) -> list[Replica]:
         """All copies whose end is not known to be on a majority, as the disk has them."""
 
-    def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...]]]:
-        """Copies whose end is on a majority, by their names, each with its keepers."""
+    def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...], int]]:
+        """Copies whose end is on a majority, by their names: keepers, the last entry's epoch."""
 
     def replica(self, workflow: str) -> Replica | None: ...
 
