@@ -50,12 +50,17 @@ class Problem(Exception):
     """What the user is told instead of an answer."""
 
     def __init__(
-        self, status: int, detail: str, errors: list[api.FieldProblem] | None = None
+        self,
+        status: int,
+        detail: str,
+        errors: list[api.FieldProblem] | None = None,
+        lasting: bool = False,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.errors = errors or []
+        self.lasting = lasting  # to ask again in a moment is of no use
 
 
 Found = BaseModel | bytes  # bytes: JSON already
@@ -67,6 +72,7 @@ class Answers:
         self._home = home
         self._clock = clock
         self._me = rpc.me.id.hex()
+        self.why_stuck: Callable[[str], str] = lambda id: ""  # a majority of its keepers is away
         self._questions: dict[str, Question] = {
             "workflow": self._workflow,
             "tasks": self._tasks,
@@ -125,7 +131,10 @@ class Answers:
             birth = copy.birth
         void = copy is None and self._home.journal.is_void(id)
         kept = replica is not None
-        return FoundHome(here=here, epoch=epoch, home=home, kept=kept, birth=birth, void=void)
+        stuck = self.why_stuck(id) if kept and not here else ""
+        return FoundHome(
+            here=here, epoch=epoch, home=home, kept=kept, birth=birth, void=void, stuck=stuck
+        )
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)
@@ -184,6 +193,7 @@ class Answers:
             late=deadline is not None and end > deadline,
             home=self._me,
             keepers=_hex(self._home.keepers(run)),
+            risk="" if run.over else self._home.risk(run),
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
             values=self._small_values(run),

@@ -80,6 +80,7 @@ class WorkflowView(BaseModel):
     late: bool = False
     home: str
     keepers: list[str] = []
+    risk: str = ""  # what the loss of one machine or site would cost, if anything
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
     values: dict[str, Any] = Field(

@@ -147,8 +147,8 @@ class Enactment:
         self.archive = Archive(self.keeping, self.elections, self.lines)
         answers = Answers(self.home, rpc, clock)
         locate = Locate(rpc, members, records, self.journal)
-        reason = self.elections.reason
-        self.gateway = gateway(rpc, members, self.home, answers, locate, rng, reason)
+        stuck = answers.why_stuck = self.elections.stuck
+        self.gateway = gateway(rpc, members, self.home, answers, locate, rng, stuck)
         self.executor.take_own = self._take_own
         self._locate = locate
         self.executor.find_home = self._find_home

@@ -56,14 +56,14 @@ class Gateway:
         answers: Answers,
         locate: Locate,
         rng: random.Random,
-        why_vacant: Callable[[str], str],
+        why_stuck: Callable[[str], str],
     ) -> None:
         self.prefix = "w"  # of the ids of workflows
         self._rpc = rpc
         self._members = members
         self._locate = locate
         self._rng = rng
-        self._why_vacant = why_vacant
+        self._why_stuck = why_stuck
         self._home = home
         self._answers = answers
 
@@ -82,7 +82,9 @@ class Gateway:
             try:
                 return await self._ask_once(owner, id, question, arguments)
             except Problem as problem:
-                if problem.status != 503 or asyncio.get_running_loop().time() > deadline:
+                # (what only a peer's return can mend is told at once)
+                late = asyncio.get_running_loop().time() > deadline
+                if problem.status != 503 or problem.lasting or late:
                     raise
             await asyncio.sleep(delay_s)
             delay_s = min(1.0, delay_s * 1.5)
@@ -97,15 +99,17 @@ class Gateway:
             raise Problem(404, f"there is no workflow {id}")
         if home == VOID_HOME:
             raise Problem(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
-        if not home:
-            why = self._why_vacant(id) or "its keepers are agreeing on a new one"
-            raise Problem(503, f"workflow {id} has no home: {why}")
-        member = self._members.get(home)
+        member = self._members.get(home) if home else None
         if member is None or member.state >= State.DEAD:
+            stuck = self._why_stuck(id) or self._locate.stuck.get(id, "")
+            if stuck:
+                raise Problem(503, f"workflow {id} stands still: {stuck}", lasting=True)
+            if not home:
+                why = "its keepers are agreeing on a new one"
+                raise Problem(503, f"workflow {id} has no home: {why}")
             self._locate.forget(id, home)
-            why = self._why_vacant(id)
-            more = f": {why}" if why else ""
-            raise Problem(503, f"the home of workflow {id}, peer {home.hex()[:8]}, is down{more}")
+            down = f"the home of workflow {id}, peer {home.hex()[:8]}, is down"
+            raise Problem(503, f"{down}, and no other peer that is here keeps it", lasting=True)
         packed = msgpack.packb(arguments)
         message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
         try:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from protocols.keeping.keeping import Deposed
-from protocols.keeping.place import is_queued
+from protocols.keeping.place import is_queued, risk
 from protocols.keeping.replica import shown
 from protocols.members import Members, State
 from protocols.messages import (
@@ -410,6 +410,10 @@ class Home:
     def keepers(self, run: Run) -> tuple[bytes, ...]:
         replica = self.journal.keeping.replicas.get(run.id)
         return replica.keepers if replica is not None else run.keepers
+
+    def risk(self, run: Run) -> str:
+        """What one failure would cost, in words."""
+        return risk(self.journal.keeping.places(self.keepers(run)))
 
     def active(self) -> list[Run]:
         return list(self._active.values())

@@ -22,7 +22,8 @@ HOMES_REMEMBERED = 10_000
 FAN_OUT = 64
 CLOSEST = 16
 ALL_AGAIN_S = 10.0  # many are not asked twice within this whether anybody has heard of it
-ANSWER_S = 2.0
+ANSWER_S = 1.5
+STUCK_REMEMBERED = 1000
 #: the "home" of a workflow whose submission broke off: nobody has more of it
 VOID_HOME = b"void"
 
@@ -35,6 +36,8 @@ class Locate:
         self._journal = journal
         self._homes: OrderedDict[str, bytes] = OrderedDict()
         self._in_vain: OrderedDict[str, float] = OrderedDict()
+        #: of workflows that were looked for last: why they stand still, as a keeper says
+        self.stuck: dict[str, str] = {}
 
     async def home(self, id: str) -> bytes | None:
         """Empty: it is kept, but has no home now. None: nobody who answers has heard of it.
@@ -77,6 +80,9 @@ class Locate:
             self._homes[id] = b""
 
     async def _ask_all(self, id: str) -> bytes | None:
+        self.stuck.pop(id, None)
+        if len(self.stuck) > STUCK_REMEMBERED:
+            self.stuck.clear()
         others = {m.contact.id: m for m in self._members.here() if m.contact.id != self._rpc.me.id}
         overlay = self._journal.keeping.config.overlay
         near = closest(id, others, CLOSEST, overlay)  # who should have it, before all others
@@ -100,6 +106,8 @@ class Locate:
                 continue
             kept = kept or found.kept
             void = void or found.void
+            if found.stuck:
+                self.stuck[id] = found.stuck
             where = member.contact.id if found.here else found.home
             if any(where) and self._members.is_here(where):
                 row = (found.epoch, found.here, where)

@@ -728,6 +728,7 @@ class FoundHome(Message):
     kept: bool = False  # there is a copy here, whoever is its home
     birth: Natural = 0  # of the journal that this peer goes on with, as its home
     void: bool = False  # a part of its submission, which was never acknowledged
+    stuck: Text = ""  # which of its keepers are away, if too many are
 
 
 @numbered(41)

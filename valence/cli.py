@@ -23,6 +23,8 @@ from . import local
 from .client import Client, Problem, Unreachable, Workflow
 from .display import Display, Progress
 
+AWAY_S = 2.0
+
 Command = Callable[[argparse.Namespace, Display], int]
 
 
@@ -339,6 +341,8 @@ def _show(view: dict[str, Any], display: Display) -> int:
     others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
     also = f", also kept by {' and '.join(others)}" if others else ""
     display.say(f"home: peer {view['home'][:8]}{also}")
+    if view.get("risk"):
+        display.say(display.colour(view["risk"], "dim"))
     read = _bytes_read(view)
     if read:
         display.say(f"inputs read: {read}")
@@ -416,8 +420,23 @@ def _watch(options: argparse.Namespace, display: Display) -> int:
     return _follow(Client().workflow(options.id), options, display)
 
 
+def _view_when_there(workflow: Workflow, display: Display) -> dict[str, Any]:
+    """Who follows a workflow waits, also while too many of its keepers are away."""
+    said = ""
+    while True:
+        try:
+            return workflow.view()
+        except Problem as problem:
+            if problem.status != 503:
+                raise
+            if problem.detail != said:
+                said = problem.detail
+                print(f"{said}; waiting", file=sys.stderr, flush=True)
+        time.sleep(AWAY_S)
+
+
 def _follow(workflow: Workflow, options: argparse.Namespace, display: Display) -> int:
-    view = workflow.view()
+    view = _view_when_there(workflow, display)
     progress = None if options.json else Progress(display, view)
     if progress is not None:
         display.say(f"{view['name']} ({workflow.id}): {_many(view['tasks'], 'task')}")

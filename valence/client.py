@@ -381,10 +381,16 @@ class Workflow:
         while True:
             try:
                 state = str(self.view(WAIT_S)["state"])
-            except (Unreachable, Problem) as error:
+            except Unreachable:
                 failures += 1
-                if failures > 10 or (isinstance(error, Problem) and error.status != 503):
+                if failures > 10:
                     raise
+                time.sleep(min(2.0, 0.2 * failures))
+                continue
+            except Problem as problem:
+                if problem.status != 503:  # else its keepers are away: nothing is lost, wait
+                    raise
+                failures += 1
                 time.sleep(min(2.0, 0.2 * failures))
                 continue
             if state in FINAL:

@@ -110,11 +110,32 @@ class Elections:
         replica = self._keeping.replicas.get(workflow)
         if replica is None:
             return ""
-        here = [k for k in replica.keepers if self._keeping.members.is_here(k)]
+        return self.stuck(workflow) or "its keepers are agreeing on a new home"
+
+    def stuck(self, workflow: str) -> str:
+        """In words: which keepers are away, if a majority is, as a copy here knows them."""
+        replica = self._keeping.replicas.get(workflow)
+        if replica is None or not replica.keepers:
+            return ""
+        members = self._keeping.members
+        away = [k for k in replica.keepers if not members.is_here(k)]
         count = len(replica.keepers)
-        if len(here) < majority(count):
-            return f"only {len(here)} of its {count} keepers are here; it goes on with a majority"
-        return "its keepers are agreeing on a new home"
+        if count - len(away) >= majority(count):
+            return ""
+        needed = majority(count) - (count - len(away))
+        named = [
+            f"{k.hex()[:8]} ({contact.host}:{contact.port})"
+            for k, contact in ((k, members.contact(k)) for k in away)
+            if contact is not None
+        ]
+        lost_s = self._keeping.config.majority_lost_s
+        forced_then = "" if math.isinf(lost_s) else f"; after {lost_s:g} s it goes on without"
+        return (
+            f"{len(away)} of the {count} peers that keep its journal are away: "
+            f"{', '.join(named) or 'nobody knows their addresses'}. It goes on when "
+            f"{needed} of them {'is' if needed == 1 else 'are'} back; nothing that was "
+            f"acknowledged is lost{forced_then}"
+        )
 
     def _turn_s(self, replica: Replica) -> float:
         config, rng = self._keeping.config, self._keeping.rng

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgpack
@@ -26,7 +26,7 @@ from ..config import Config
 from ..members import Members, State
 from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..rpc import CallFailed, Refused, Rpc
-from .place import closest
+from .place import Where, spread, too_close, where, would_part
 from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch, odd
 from .shelf import Shelf, Write
 
@@ -109,12 +109,17 @@ class Keeping:
     # ----------------------------------------------------------------- as a home
 
     def choose(self, workflow: str) -> tuple[bytes, ...]:
-        """This peer and the closest others: an odd number, as many as wanted and there."""
+        """This peer and others: an odd number, as many as wanted and there (`place`)."""
         me = self.rpc.me.id
-        others = [m.contact.id for m in self.members.here() if m.state == State.ALIVE]
-        wanted = odd(min(self.config.keepers, len(others)))
-        others.remove(me)
-        return (me, *closest(workflow, others, wanted - 1, self.config.overlay))
+        alive = [where(m) for m in self.members.here() if m.state == State.ALIVE]
+        wanted = odd(min(self.config.keepers, len(alive)))
+        mine = [w for w in alive if w.id == me]
+        others = [w for w in alive if w.id != me]
+        return (me, *spread(workflow, mine, others, wanted - 1, self.config.overlay))
+
+    def places(self, keepers: Iterable[bytes]) -> list[Where]:
+        """Of those that are known."""
+        return [where(m) for m in map(self.members.get, keepers) if m is not None]
 
     def found(
         self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool, named: bool
@@ -605,12 +610,18 @@ class Keeping:
                     self.on_followed(replica.workflow)
         for workflow, lead in list(self.leads.items()):
             keepers = self.replicas[workflow].keepers
-            if peer in keepers or len(keepers) < self.config.keepers:
+            if peer in keepers or len(keepers) < self.config.keepers or self._parts(keepers, new):
                 self.on_news(workflow)
             if peer in keepers and new.state == State.ALIVE:
                 if anew:
                     lead.sent[peer] = lead.have.get(peer, 0)
                 self.tell(peer, workflow)
+
+    def _parts(self, keepers: tuple[bytes, ...], new: Member) -> bool:
+        """With it as a keeper, fewer would fall together."""
+        places = self.places(keepers)
+        crowded = too_close(self.rpc.me.id, places)
+        return new.state == State.ALIVE and would_part(places, crowded, where(new))
 
     async def close(self) -> None:
         tasks = [c.task for c in self._couriers.values() if c.task is not None]

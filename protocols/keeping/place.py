@@ -1,4 +1,5 @@
-"""Where a workflow's journal is kept: by the peers closest to its id.
+"""Where a journal is kept: by the peers closest to its workflow, on machines and sites of their
+own where there are such: what falls together should not keep the same journal.
 
 A peer that accepts a workflow draws an id close to its own, so it is the closest keeper itself, and
 no hop is spent on the way to one. (The id that follows from an idempotency key lies anywhere; there
@@ -10,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from ..messages import Member
 from ..overlay.overlays import far
 
 PLACE_DIGITS = 4
@@ -37,6 +41,69 @@ def place(workflow: str) -> bytes:
     except ValueError:
         return digest
     return start + digest[len(start) :]
+
+
+class Where(NamedTuple):
+    """A peer, and what it falls with."""
+
+    id: bytes
+    host: str
+    site: str
+
+
+def where(member: Member) -> Where:
+    return Where(member.contact.id, member.contact.host, member.traits.site)
+
+
+def spread(
+    workflow: str, chosen: Iterable[Where], free: Iterable[Where], count: int, overlay: str
+) -> list[bytes]:
+    """So many more: each, if it can be, on another machine than all chosen so far, and at another
+    site; of those the closest."""
+    at, measure = place(workflow), far(overlay)
+    there, left = list(chosen), list(free)
+    found: list[bytes] = []
+    while left and len(found) < count:
+        hosts, sites = {w.host for w in there}, {w.site for w in there}
+        best = min(left, key=lambda w: (w.host in hosts, w.site in sites, measure(w.id, at)))
+        left.remove(best)
+        there.append(best)
+        found.append(best.id)
+    return found
+
+
+def too_close(me: bytes, keepers: Sequence[Where]) -> list[Where]:
+    """Those beside `me` that fall with another one: the same machine first, then the same site."""
+    others = [w for w in keepers if w.id != me]
+    hosts, sites = Counter(w.host for w in keepers), Counter(w.site for w in keepers)
+    same = [w for w in others if hosts[w.host] > 1]
+    return same or [w for w in others if sites[w.site] > 1]
+
+
+def would_part(keepers: Sequence[Where], crowded: Sequence[Where], new: Where) -> bool:
+    """With this one in the place of one of the crowded, fewer would fall together."""
+    hosts, sites = {w.host for w in keepers}, {w.site for w in keepers}
+    same_host = len(hosts) < len(keepers)
+    return bool(crowded) and (new.host not in hosts if same_host else new.site not in sites)
+
+
+def risk(keepers: Sequence[Where]) -> str:
+    """In words: what the loss of one machine, or of one site, would cost; empty: nothing."""
+    enough = len(keepers) // 2 + 1
+    for what, counts in (
+        ("machine", Counter(w.host for w in keepers)),
+        ("site", Counter(w.site for w in keepers)),
+    ):
+        [(name, count)] = counts.most_common(1) or [("", 0)]
+        if count == len(keepers) > 0:
+            many = f"all {count} keepers of its journal are" if count > 1 else "its only keeper is"
+            return f"{many} at one {what} ({name}): lost with that, this workflow is lost"
+        if count >= enough and what == "machine":
+            return (
+                f"{count} of its {len(keepers)} keepers are at one {what} ({name}): while that is "
+                "away, this workflow stands still"
+            )
+    return ""
 
 
 def closest(workflow: str, peers: Iterable[bytes], count: int, overlay: str) -> list[bytes]:

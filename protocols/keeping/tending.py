@@ -2,7 +2,8 @@
 
 One change at a time, of one keeper, and the next only when a majority has the one before: first the
 one that is gone is let go, then the closest peer that has no copy is asked in. (Both at once could
-leave two majorities with no peer in common.)
+leave two majorities with no peer in common.) Of keepers on one machine one is replaced when there
+is a peer on another: that one is asked in first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 
 from ..members import State
 from .keeping import Keeping, Lead
-from .place import closest
+from .place import spread, too_close, where, would_part
 from .replica import Replica, majority, odd
 
 PAUSE_S = 0.02
@@ -85,12 +86,17 @@ class Tending:
     def wanted(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
         members, me, strangers = self._keeping.members, self._keeping.rpc.me.id, lead.strangers
+        places = self._keeping.places(replica.keepers)
+        crowded = too_close(me, places)
         full = len(replica.keepers) == odd(self._keeping.config.keepers)
-        if full and all(k not in strangers and members.is_alive(k) for k in replica.keepers):
+        healthy = all(k not in strangers and members.is_alive(k) for k in replica.keepers)
+        if full and healthy and not crowded:
             return replica.keepers  # mostly; not all members are looked at for that
-        alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
-        alive = [peer for peer in alive if peer not in strangers]
+        there_are = [where(m) for m in members.here() if m.state == State.ALIVE]
+        there_are = [w for w in there_are if w.id not in strangers]
+        alive = [w.id for w in there_are]
         now = replica.keepers
+        overlay = self._keeping.config.overlay
         there = [k for k in now if k in alive]
         free = [p for p in alive if p not in now]
         aim = odd(min(self._keeping.config.keepers, len(there) + len(free)))
@@ -104,9 +110,13 @@ class Tending:
             having = [k for k in left if k == me or lead.have.get(k, 0) >= replica.committed]
             return left if len(having) >= majority(len(left)) else now
         if len(now) > max(aim, self._keeping.config.keepers):
-            others = [k for k in now if k != me]
+            others = [w.id for w in crowded] or [k for k in now if k != me]
             return tuple(k for k in now if k != others[-1])
         if len(now) < aim and free:
-            overlay = self._keeping.config.overlay
-            return (*now, closest(replica.workflow, free, 1, overlay)[0])
+            rest = [w for w in there_are if w.id not in now]
+            return (*now, *spread(replica.workflow, places, rest, 1, overlay))
+        if len(now) == aim and healthy:  # one more first, on a machine or site of its own
+            rest = [w for w in there_are if w.id not in now]
+            rest = [w for w in rest if would_part(places, crowded, w)]
+            return (*now, *spread(replica.workflow, places, rest, 1, overlay))
         return now
