@@ -132,7 +132,7 @@ async def simulated(document: dict[str, Any], strategy: str) -> dict[str, float]
     began = asyncio.get_running_loop().time()
     home = hosts[0].enactment
     id, _ = await home.gateway.submit(text, {}, "somebody", False)
-    run = home.home.get(id)
+    run = home.home.remembered(id)
     assert run is not None
     while not run.over:
         await asyncio.sleep(0.05)

@@ -171,7 +171,7 @@ class QueueDaemon(Daemon):
         await super().start()
         home = self.enactment.home
         assert isinstance(home, QueueHome)
-        self._run("sites", home.watch())
+        self._run("sites", home.watch)
 
     def wire(self) -> None:
         home = self.enactment.home

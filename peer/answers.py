@@ -94,7 +94,7 @@ class Answers:
 
     async def answer(self, id: str, question: str, arguments: dict[str, Any], owner: str) -> bytes:
         """JSON, or `Problem`. What is another owner's does not exist."""
-        run = self._home.get(id)
+        run = await self._home.get(id)
         if run is None or (owner and run.owner != owner):
             raise Problem(404, f"there is no workflow {id}")
         found = self._questions[question](run, arguments)

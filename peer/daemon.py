@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Coroutine
+from collections import Counter
 from typing import Any
 
 import msgpack
@@ -31,7 +31,7 @@ from protocols.strategies.pilots.assignment import preload
 from .attempt import Workshop
 from .blobs import Blobs
 from .database import Database, DatabaseError
-from .enactment import Enactment
+from .enactment import Enactment, Work
 from .gateway import Gateway
 from .home import Home
 from .http import Http
@@ -60,6 +60,11 @@ QUICK_GRACE_S = 0.5
 FAREWELL_S = 2.0
 HOUSEKEEPING_S = 600.0
 SETTLE_S, SETTLE_S_MAX = 0.5, 10.0
+RESTART_S_MIN, RESTART_S_MAX = 0.2, 30.0
+SOUND_S = 60.0  # what ran so long has not failed in a row
+FAILURES_MAX = 10
+#: no user's input comes near these, and without them others would rely on a peer that is none
+ESSENTIAL = ("liveness", "gossip", "elections")
 
 
 class AlreadyRunning(Exception):
@@ -83,6 +88,8 @@ class Daemon:
             overlay=settings.overlay,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self.exit_code = 0
+        self.restarts: Counter[str] = Counter()  # of its parts, after errors
         self._stop = asyncio.Event()
         self._moved = asyncio.Event()  # somebody came, went or is doubted
         self._grace_s = settings.grace
@@ -186,16 +193,16 @@ class Daemon:
         self.link.receive = self.rpc.received  # not before: who asks is told where HTTP is served
         self._tell_where(port)
         for name, work in (
-            ("liveness", self.liveness.run()),
-            ("gossip", self.liveness.gossip()),
-            ("overlay", self.overlay.refresh()),
-            ("records", self.records.run()),
-            ("handing over", self.records.hand_over()),
+            ("liveness", self.liveness.run),
+            ("gossip", self.liveness.gossip),
+            ("overlay", self.overlay.refresh),
+            ("records", self.records.run),
+            ("handing over", self.records.hand_over),
             *self.enactment.works(),
-            ("join", self._join()),
-            ("settle", self._settle()),
-            ("housekeeping", self._housekeep()),
-            ("preloading", self._preload()),
+            ("join", self._join),
+            ("settle", self._settle),
+            ("housekeeping", self._housekeep),
+            ("preloading", self._preload),
         ):
             self._run(name, work)
         log.info(
@@ -271,16 +278,30 @@ class Daemon:
         }
         write_private(self._data / "peer.json", json.dumps(found).encode())
 
-    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _run(self, name: str, work: Work) -> None:
+        task = asyncio.ensure_future(self._keep_running(name, work))
         task.set_name(name)
-        task.add_done_callback(self._ended)
         self._tasks.append(task)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("%s ended by an error", task.get_name(), exc_info=task.exception())
-            self.stop(QUICK_GRACE_S)
+    async def _keep_running(self, name: str, work: Work) -> None:
+        """An error in one part is told, and that part begun again, ever later while it goes on
+        failing: no part takes the peer with it. Without those that make it a peer it gives up."""
+        failures = 0
+        while True:
+            began = self._now()
+            try:
+                await work()
+                return
+            except Exception:
+                self.restarts[name] += 1
+                log.critical("%s ended by an error, and is begun again", name, exc_info=True)
+            failures = 0 if self._now() - began >= SOUND_S else failures + 1
+            if failures >= FAILURES_MAX and name in ESSENTIAL:
+                log.critical("%s can't be kept running: this peer gives up", name)
+                self.exit_code = 1
+                self.stop(QUICK_GRACE_S)
+                return
+            await asyncio.sleep(min(RESTART_S_MAX, RESTART_S_MIN * 2 ** min(failures, 20)))
 
     # ----------------------------------------------------------------- joining
 
@@ -516,6 +537,9 @@ class Daemon:
         )
         add("master", "Rounds that this peer called", lambda: dict(self.enactment.master.counts))
         add("relay", "What went to and from a queue", lambda: dict(self.enactment.relay.counts))
+        add(
+            "restarts", "Parts of this peer begun again after an error", lambda: dict(self.restarts)
+        )
         add("process", "What this process used: seconds of a core, wake-ups", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(

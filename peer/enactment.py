@@ -56,6 +56,9 @@ from .transfer import Transfer
 
 log = logging.getLogger("valence.peer")
 
+#: begins something that runs for as long as the peer does
+Work = Callable[[], Coroutine[Any, Any, None]]
+
 HAND_ON_S_MIN = 1.0  # also if tasks took all of the grace
 
 
@@ -173,30 +176,30 @@ class Enactment:
         self.relay.settle()
         self.elections.start()
 
-    def works(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """What runs for as long as the peer does."""
+    def works(self) -> list[tuple[str, Work]]:
+        """What runs for as long as the peer does; should one fail, it is begun again."""
         return [
-            ("probe", self.probe.run()),
-            ("gangs", self.gangs.run()),
-            ("ganged", self.executor.watch_gangs()),
-            ("claims", self.tickets.run()),
-            ("cells", self.owner.run()),
-            ("booth", self.booth.run()),
-            ("layer", self.layer.run()),
-            ("captures", self.chemical.run()),
-            ("pilot", self.pilot.run()),
-            ("master pilot", self.master.run()),
-            ("pilots", self.pilots.run()),
-            ("relay", self.relay.run()),
-            ("relayed", self.relay.given.watch()),
-            ("given", self.home.given.watch()),
-            ("holds", self.holds.run()),
-            ("catalog", self._transfer.run()),
-            ("slow", self.home.slow.watch()),
-            ("elections", self.elections.run()),
-            ("tending", self.tending.run()),
-            ("archive", self.archive.run()),
-            ("lines", self.lines.run()),
+            ("probe", self.probe.run),
+            ("gangs", self.gangs.run),
+            ("ganged", self.executor.watch_gangs),
+            ("claims", self.tickets.run),
+            ("cells", self.owner.run),
+            ("booth", self.booth.run),
+            ("layer", self.layer.run),
+            ("captures", self.chemical.run),
+            ("pilot", self.pilot.run),
+            ("master pilot", self.master.run),
+            ("pilots", self.pilots.run),
+            ("relay", self.relay.run),
+            ("relayed", self.relay.given.watch),
+            ("given", self.home.given.watch),
+            ("holds", self.holds.run),
+            ("catalog", self._transfer.run),
+            ("slow", self.home.slow.watch),
+            ("elections", self.elections.run),
+            ("tending", self.tending.run),
+            ("archive", self.archive.run),
+            ("lines", self.lines.run),
         ]
 
     def _take_own(self, ended: Outcome) -> bool:

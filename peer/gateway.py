@@ -7,8 +7,10 @@ import hashlib
 import json
 import logging
 import random
+import re
 import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -27,6 +29,7 @@ from protocols.messages import (
     Member,
 )
 from protocols.rpc import CallFailed, Refused, Rpc
+from workflow.model import Workflow
 from workflow.problems import DocumentError
 
 from . import api
@@ -41,9 +44,11 @@ log = logging.getLogger("valence.gateway")
 MOVING_S_MAX = 12.0
 ASK_TIMEOUT_S = 5.0
 EVENTS_TIMEOUT_S = 25.0  # they are waited for
-#: a document so short is read at once: a thread would take longer to begin. (A `foreach` over a
-#: large count is short too, and is why this is no more.)
+#: a document so short is read at once: a thread would take longer to begin; unless it has
+#: something that multiplies, or a word in it may be written in a way that is not seen here
 INLINE_BYTES_MAX = 4096
+_MANY = re.compile(rb"foreach|peers|[&\\]")
+READERS_MAX = 2
 BROKEN_OFF_MAX = 8
 
 
@@ -66,6 +71,8 @@ class Gateway:
         self._why_stuck = why_stuck
         self._home = home
         self._answers = answers
+        self._readers = ThreadPoolExecutor(READERS_MAX, "reading")
+        self._reading: dict[str, asyncio.Lock] = {}
 
     # ----------------------------------------------------------------- one workflow
 
@@ -132,10 +139,7 @@ class Gateway:
     ) -> tuple[str, bool]:
         """The workflow's id, and whether it is new."""
         try:
-            if len(text) <= INLINE_BYTES_MAX:
-                workflow = read_document(text, options)
-            else:
-                workflow = await asyncio.to_thread(read_document, text, options)
+            workflow = await self._read(text, options, owner)
         except DocumentError as error:
             errors = [
                 api.FieldProblem(pointer=p.place, message=p.message, line=p.line)
@@ -170,6 +174,20 @@ class Gateway:
         except DatabaseError as error:
             raise Problem(507, f"it can't be written to disk: {error}") from None
         return run.id, True
+
+    async def _read(self, text: bytes, options: dict[str, Any], owner: str) -> Workflow:
+        """Away from the loop, unless it is short and can't be much: a few bytes may stand for
+        200,000 tasks. One at a time of each owner: others do not wait for who sends many."""
+        if len(text) <= INLINE_BYTES_MAX and not _MANY.search(text):
+            return read_document(text, options)
+        lock = self._reading.setdefault(owner, asyncio.Lock())
+        try:
+            async with lock:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._readers, read_document, text, options)
+        finally:
+            if not lock.locked():
+                self._reading.pop(owner, None)
 
     async def _named(self, owner: str, options: dict[str, Any]) -> tuple[str, bool]:
         """The id follows from the key, so that every peer finds the first submission. One that

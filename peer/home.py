@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from protocols.keeping.keeping import Deposed
 from protocols.keeping.place import is_queued, risk
@@ -89,6 +89,18 @@ COUNT_S_MAX = 10.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
 
+
+#: a larger workflow is made, read again and placed in parts, so that others have their turn
+AT_ONCE_TASKS_MAX = 2000
+
+T = TypeVar("T")
+
+#: of a workflow: its id, its submission, its journal's entries
+_Material = tuple[
+    str,
+    tuple[bytes, dict[str, Any], float, str],
+    list[tuple[int, int, float, str, dict[str, Any]]],
+]
 
 #: outcomes of a peer, and what becomes of them
 Relay = Callable[[bytes, list[Outcome]], Awaitable[Reported]]
@@ -202,8 +214,11 @@ class Home:
             "tasks": len(workflow.tasks),
             "options": json.dumps(options),
         }
+        # all that can go wrong with it goes wrong before it is written
+        make = partial(Run, id, workflow, self._clock(), self._rpc.me.id, owner)
+        run = await self._made(make, len(workflow.tasks))
         at, written = self.journal.create(id, about, text, patient, named)
-        run = Run(id, workflow, at, self._rpc.me.id, owner)
+        run.submitted_at = at
         run.apply("submitted", {}, at, self.journal.keeping.epoch(id))
         # While it is being written, peers are found for it. None but this one is told before it
         # counts: should that fail, nobody else has heard of it, and what began here is ended.
@@ -227,6 +242,10 @@ class Home:
             created.set_result(None)
         self.counts["submitted"] += 1
         return run
+
+    async def _made(self, make: Callable[[], T], tasks: int) -> T:
+        """What takes long for a large workflow, away from the loop if it is one."""
+        return make() if tasks <= AT_ONCE_TASKS_MAX else await asyncio.to_thread(make)
 
     def _undo(self, run: Run) -> None:
         """It could not be written, and never was."""
@@ -267,7 +286,20 @@ class Home:
 
     def take_up(self, id: str) -> None:
         """This peer is its home now: go on as the journal says."""
-        if self.journal.document(id) is None:
+        if self.journal.tasks(id) > AT_ONCE_TASKS_MAX:
+            self._spawn(self._take_up_large(id))
+        else:
+            self._take_up(id, self._material(id))
+
+    async def _take_up_large(self, id: str) -> None:
+        epoch = self.journal.keeping.epoch(id)
+        material = self._material(id)
+        run = await asyncio.to_thread(_rebuilt, material) if material is not None else None
+        if epoch and self.journal.keeping.epoch(id) == epoch:
+            self._take_up(id, material, run)
+
+    def _take_up(self, id: str, material: _Material | None, run: Run | None = None) -> None:
+        if material is None:
             # The home before fell with a part of the submission on its way, and told nobody that
             # it has it: what is here can never run, and its name is free for another try.
             if self.journal.keeping.replicas[id].ended_at_count:
@@ -276,7 +308,7 @@ class Home:
             reason = "its submission broke off before it was accepted"
             self.journal.append(id, "ended", {"state": VOID, "reason": reason})
             return
-        run = self._replay(id)
+        run = run or _rebuilt(material)
         if run is None:
             return
         if run.over:
@@ -358,30 +390,22 @@ class Home:
         for epoch, records in by_epoch.items():
             await self._records.publish(records, epoch)
 
-    def _replay(self, id: str) -> Run | None:
+    def _material(self, id: str) -> _Material | None:
+        """What its journal has of it, if all of its submission is there."""
         found = self.journal.document(id)
-        if found is None:
-            return None
-        text, options, submitted_at, owner = found
-        try:
-            workflow = read_document(text, options)
-        except Exception:
-            log.exception("the document of %s can't be read any more", id)
-            return None
-        run = Run(id, workflow, submitted_at, b"", owner)
-        for _, epoch, at, kind, body in self.journal.read(id):
-            run.apply(kind, body, at, epoch)
-            run.counts_now(kind, body)
-        return run
+        return None if found is None else (id, found, self.journal.read(id))
 
-    def get(self, id: str) -> Run | None:
+    async def get(self, id: str) -> Run | None:
         """A workflow whose home is here, or that has ended and of which a copy is here."""
         run = self.remembered(id)
-        if run is None and self.journal.is_over(id):
-            run = self._replay(id)
-            if run is not None:
-                self._remember(run)
-        return run
+        if run is not None or not self.journal.is_over(id):
+            return run
+        material = self._material(id)
+        if material is not None:
+            run = await self._made(partial(_rebuilt, material), self.journal.tasks(id))
+        if run is not None and self.remembered(id) is None and self.journal.is_over(id):
+            self._remember(run)
+        return self.remembered(id) or run
 
     def remembered(self, id: str) -> Run | None:
         """One whose home is here, or that ended here not long ago."""
@@ -459,7 +483,11 @@ class Home:
         units, gangs = [], []
         seen: set[tuple[str, ...]] = set()
         deadline = self._deadline(run)
-        for task in run.ready() if among is None else among:
+        listed = run.ready() if among is None else list(among)
+        if len(listed) > AT_ONCE_TASKS_MAX:  # the rest after others had their turn
+            rest = listed[AT_ONCE_TASKS_MAX:]
+            asyncio.get_running_loop().call_soon(self._place_rest, run, rest)
+        for task in listed[:AT_ONCE_TASKS_MAX]:
             gang = run.workflow.tasks[task.id].gang
             if gang in seen:
                 continue
@@ -480,6 +508,10 @@ class Home:
             self.strategy(run).add(units)
         if gangs:
             self._strategies[Gangs.name].add(gangs)
+
+    def _place_rest(self, run: Run, listed: list[TaskState]) -> None:
+        if self._active.get(run.id) is run:
+            self._place_ready(run, [t for t in listed if t.state == "waiting"])
 
     def _mend(self, run: Run, gang: tuple[str, ...]) -> None:
         """What runs at several peers at once runs at all of them, or at none."""
@@ -748,7 +780,7 @@ class Home:
         elsewhere = self.still_held_elsewhere
         if is_queued(id) and not self.knows(id) and elsewhere is not None:
             return await elsewhere(message)
-        run = self._active.get(id) or (self.get(id) if self.journal.is_over(id) else None)
+        run = self._active.get(id) or await self.get(id)
         found = run.unwanted(message.hashes) if run is not None else []
         if run is None or (not run.over and not await self._counts_now(id)):
             raise Refused("moved", "its home is elsewhere")
@@ -908,7 +940,7 @@ class Home:
     async def hand_on(self, peer: bytes, id: str, files: tuple[File, ...]) -> list[bytes]:
         """That peer leaves: what it alone has of a workflow is copied to others. Those that are
         somewhere else then, or that nobody wants."""
-        run = self.get(id)
+        run = await self.get(id)
         if run is None:
             raise Refused("moved", "its home is elsewhere")
         counts = self.journal.is_over(id) or await self._counts_now(id)
@@ -1009,7 +1041,7 @@ class Home:
     # ----------------------------------------------------------------- cancelling
 
     async def cancel(self, id: str, reason: str) -> Run | None:
-        run = self.get(id)
+        run = await self.get(id)
         if run is None or run.over:
             return run
         self._cancel(run, reason)
@@ -1131,6 +1163,20 @@ class Home:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rebuilt(material: _Material) -> Run | None:
+    id, (text, options, submitted_at, owner), rows = material
+    try:
+        workflow = read_document(text, options)
+    except Exception:
+        log.exception("the document of %s can't be read any more", id)
+        return None
+    run = Run(id, workflow, submitted_at, b"", owner)
+    for _, epoch, at, kind, body in rows:
+        run.apply(kind, body, at, epoch)
+        run.counts_now(kind, body)
+    return run
 
 
 #: `id` is a parameter's name in here

@@ -110,6 +110,11 @@ class Journal:
         found = self._database.read(sql, values)
         return [dict(zip(names, row, strict=True)) for row in found]
 
+    def tasks(self, workflow: str) -> int:
+        """How many it has, as its submission says."""
+        rows = self._database.read("select tasks from workflows where id = ?", (workflow,))
+        return int(rows[0][0]) if rows else 0
+
     def is_void(self, workflow: str) -> bool:
         """Of its submission not everything was kept: nobody was told that it was accepted."""
         sql = "select 1 from workflows where id = ? and state = ?"

@@ -70,7 +70,7 @@ async def _live(settings: Settings, channel: object, kind: type[Daemon]) -> int:
         await daemon.leave()
     finally:
         await daemon.close()
-    return 0
+    return daemon.exit_code
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m peer") -> int:

@@ -27,10 +27,12 @@ from dataclasses import dataclass
 
 from protocols.chemistry.molecules import Compound, Molecule, Rule, Symbol
 from protocols.chemistry.notation import ChemistryError, read_rule
-from protocols.chemistry.reactor import Reactor
+from protocols.chemistry.reactor import Budget, Reactor
 from workflow.quantities import show_bytes
 
 REACTIONS_MAX, STEPS_MAX = 1000, 20_000  # after one event: some ten milliseconds
+STEPS_IN_ALL_MAX = 2_000_000  # for one workflow: others wait while its rules react
+MOLECULES_MAX, SIZE_MAX = 10_000, 1000
 MEMORY_BYTES_MAX = 2**50
 CAUSES = ("memory", "timeout", "exit", "signal")
 
@@ -85,7 +87,8 @@ class Policies:
         rules = [read_policy(text) for text in texts]
         self.trouble = ""
         self.wants_slow = any("SLOW" in _heads(rule) for rule in rules)
-        self._reactor = Reactor(rules)
+        self._steps_left = STEPS_IN_ALL_MAX
+        self._reactor = Reactor(rules, molecules_max=MOLECULES_MAX, size_max=SIZE_MAX)
 
     def ended(self, task: str, failures: int, cause: str, value: int) -> Again | None:
         known = cause if cause in CAUSES else "other"
@@ -111,11 +114,12 @@ class Policies:
         """Rules that go on for ever are left alone from then on: tasks go on without them."""
         if self.trouble:
             return
+        budget = Budget(REACTIONS_MAX, min(STEPS_MAX, self._steps_left))
         try:
-            self._reactor.add(Compound(parts))
-            self._reactor.react(REACTIONS_MAX, STEPS_MAX)
-        except ChemistryError as error:
+            self._reactor.happened(Compound(parts), budget)
+        except (ChemistryError, RecursionError) as error:
             self.trouble = f"the policies of this workflow do not act any more: {error}"
+        self._steps_left -= budget.steps_max - max(0, budget.steps)
 
 
 def _heads(rule: Rule) -> set[str]:

@@ -112,7 +112,7 @@ class Run:
         self.children = workflow.children()
         self.ranks = upward_ranks(workflow, self.children)
         self.final_files = frozenset(workflow.final_files())
-        self.gangs = tuple(dict.fromkeys(t.gang for t in workflow.tasks.values() if t.gang))
+        self.gangs = tuple(t.gang for t in workflow.tasks.values() if t.gang[:1] == (t.id,))
         self.taken = frozenset(  # calls whose value another task takes
             name
             for task in workflow.tasks.values()

@@ -131,7 +131,7 @@ class Host:
             self.transfer.from_origin = self._from_queue
         self._started()
         self.enactment.load()
-        self.tasks = [asyncio.ensure_future(work) for _, work in self.enactment.works()]
+        self.tasks = [asyncio.ensure_future(work()) for _, work in self.enactment.works()]
         self.tasks.append(asyncio.ensure_future(self._join(seeds)))
 
     def _started(self) -> None:

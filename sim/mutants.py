@@ -399,7 +399,7 @@ def copies_that_are_given_up_are_still_answered_for() -> list[Patch]:
 @mutant
 def cancels_are_acknowledged_and_ignored() -> list[Patch]:
     async def deaf(self: Any, id: str, reason: str) -> Any:
-        return self.get(id)
+        return await self.get(id)
 
     return [(Home, "cancel", deaf)]
 

@@ -410,7 +410,7 @@ class World:
         """What the peers themselves say."""
         queue = [self.queue] if self.queue is not None and self.queue.up else []
         for host in (*self.up(), *queue):
-            run = host.enactment.home.get(workflow)
+            run = host.enactment.home.remembered(workflow)
             if run is not None and not run.over:
                 waits = [
                     f"{t.id} ({t.state}): {host.enactment.home.waiting_for(run, t)}"

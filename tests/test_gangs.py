@@ -284,7 +284,7 @@ async def submit(host: Host, tasks: dict[str, Any], strategy: str = "probe") -> 
 
 
 def state(host: Host, id: str) -> str:
-    found = host.enactment.home.get(id)
+    found = host.enactment.home.remembered(id)
     return found.state if found is not None else ""
 
 
@@ -302,7 +302,7 @@ def test_gangs_that_each_want_all_peers_do_not_wait_for_each_other(strategy: str
             await asyncio.sleep(rng.random() / 10)
         await until(lambda: all(state(*one) == "succeeded" for one in ids))
         for host, id in ids:
-            whole = host.enactment.home.get(id)
+            whole = host.enactment.home.remembered(id)
             assert whole is not None
             attempts = [t.attempts[-1] for t in whole.tasks.values() if "rank" in t.id]
             assert len({a.peer for a in attempts}) == len(attempts), "each at a peer of its own"
@@ -317,7 +317,7 @@ def test_a_gang_too_large_for_the_cluster_says_so_and_keeps_nothing() -> None:
         id = await submit(peers[0], {"gang": {"peers": 4, "command": ["work", "1"]}})
         await asyncio.sleep(10.0)
         home = peers[0].enactment.home
-        whole = home.get(id)
+        whole = home.remembered(id)
         assert whole is not None
         reason = home.waiting_for(whole, whole.tasks["gang[rank=0]"])
         assert reason == "needs 4 peers at once: 3 of 3 match"
@@ -338,7 +338,7 @@ def test_if_one_dies_all_begin_anew_and_only_results_of_one_round_count() -> Non
         }
         id = await submit(peers[0], tasks)
         home = peers[0].enactment.home
-        whole = home.get(id)
+        whole = home.remembered(id)
         assert whole is not None
         ranks = [whole.tasks[f"gang[rank={rank}]"] for rank in range(3)]
         await until(lambda: all(task.state == "running" for task in ranks))
@@ -375,7 +375,7 @@ def test_a_rank_whose_gang_was_given_up_does_not_run_for_ever() -> None:
         peers = await hosts(5)
         network = peers[0]._network
         id = await submit(peers[0], {"gang": {"peers": 2, "command": ["work", "500"]}})
-        whole = peers[0].enactment.home.get(id)
+        whole = peers[0].enactment.home.remembered(id)
         assert whole is not None
         ranks = list(whole.tasks.values())
         await until(lambda: all(task.state == "running" for task in ranks))
@@ -399,7 +399,7 @@ def test_a_rank_that_fails_because_another_was_lost_costs_no_retry() -> None:
         peers = await hosts(4)
         network = peers[0]._network
         id = await submit(peers[0], {"gang": {"peers": 2, "command": ["work", "2"]}})
-        whole = peers[0].enactment.home.get(id)
+        whole = peers[0].enactment.home.remembered(id)
         assert whole is not None
         ranks = list(whole.tasks.values())
         await until(lambda: all(task.state == "running" for task in ranks))

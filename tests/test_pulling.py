@@ -75,7 +75,7 @@ def asked(story: Callable[[Asked], Awaitable[None]], **needs: int) -> None:
         id, _ = await host.enactment.gateway.submit(text, {}, "somebody", False)
         home = host.enactment.home
         assert isinstance(home, QueueHome)
-        run = home.get(id)
+        run = home.remembered(id)
         assert run is not None
         await story(Asked(home, run))
 

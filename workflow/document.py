@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +32,14 @@ from .schema import (
     WorkflowDocument,
 )
 
-GLOB_MATCHES_MAX = 20_000_000
+GLOB_MATCHES_MAX = 5_000_000
 TASK_ID_MAX = 400
 #: all tasks' commands, variables and arguments, written out
 EXPANDED_BYTES_MAX = 256 * 2**20
 #: looking for the name somebody meant is dear; after so many mistakes it is not done any more
 SUGGESTIONS_MAX = 20
+SUGGESTED_AMONG_MAX = 1000
+SUGGESTED_CHARS_MAX = 100
 _BLOB = re.compile(r"sha256:[0-9a-f]{64}")
 _URL = re.compile(r"(https?://[^\s/]+(/\S*)?|s3://[^\s/]+/\S+|file:///\S+)")
 URL_PROBLEM = "write http(s)://host/…, s3://bucket/key or file:///path"
@@ -95,7 +98,30 @@ def _fixed_bytes(found: TaskDocument) -> int:
     env = sum(len(k) + len(v) for k, v in found.env.items())
     for other in found.alternatives:
         env += sum(map(len, other.command)) + sum(len(k) + len(v) for k, v in other.env.items())
-    return 200 + env + 8 * (len(found.args) + len(found.kwargs))
+    return 200 + env + _weight([found.args, found.kwargs], {})
+
+
+def _weight(value: Any, known: dict[int, int]) -> int:
+    """About how many bytes a value takes when it is copied, as if nothing in it were shared;
+    `known`: what was weighed before, as aliases make a value of a few bytes that has millions."""
+    if isinstance(value, str):
+        return 50 + len(value)
+    if not isinstance(value, list | dict):
+        return 32
+    if id(value) not in known:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 64 + sum(_weight(child, known) for child in inner)
+    return known[id(value)]
+
+
+def _is_plain(value: Any, known: set[int]) -> bool:
+    """Without a placeholder anywhere: all tasks of a template may share it."""
+    if isinstance(value, str):
+        return "{" not in value
+    if not isinstance(value, list | dict) or id(value) in known:
+        return True
+    known.add(id(value))
+    return all(_is_plain(v, known) for v in (value.values() if isinstance(value, dict) else value))
 
 
 class _Reader:
@@ -116,6 +142,7 @@ class _Reader:
         self.edges = 0
         self.expanded_bytes = 0
         self.matches = 0
+        self.suggested = 0
 
     def read(self, value: Any) -> Workflow:
         if not isinstance(value, dict):
@@ -260,7 +287,8 @@ class _Reader:
                     self.producers.setdefault(output, name)
             return
         self._check_template(found, path)
-        shared = _needs(found.needs), _fixed_bytes(found)
+        plain = _is_plain([found.args, found.kwargs], set())
+        shared = _needs(found.needs), _fixed_bytes(found), plain
         if next(references([found.args, found.kwargs], ()), None) is not None:
             self.referring.add(name)
         if found.foreach is None:
@@ -282,19 +310,29 @@ class _Reader:
         variables: dict[str, Any],
         name: str,
         found: TaskDocument,
-        shared: tuple[Needs, int],
+        shared: tuple[Needs, int, bool],
         path: Path,
     ) -> list[str]:
         """One task; or as many as run at different peers at once."""
         if found.peers == 1:
             gang = [f"{name}[{item}]" if item else name]
-            self._add(gang[0], name, found, shared, Substitution(variables), path)
+            sub = Substitution(variables, self._expand)
+            self._add(gang[0], name, found, shared, sub, path)
             return gang
         gang = [f"{name}[{item}{',' if item else ''}rank={rank}]" for rank in range(found.peers)]
+        tied = tuple(gang)
         for rank, task in enumerate(gang):
-            sub = Substitution({**variables, "rank": rank})
-            self._add(task, name, found, shared, sub, path, tuple(gang))
+            sub = Substitution({**variables, "rank": rank}, self._expand)
+            self._add(task, name, found, shared, sub, path, tied)
         return gang
+
+    def _expand(self, more: int) -> None:
+        """Tasks are written out: so many bytes more."""
+        self.expanded_bytes += more
+        if self.expanded_bytes > EXPANDED_BYTES_MAX:
+            limit = f"{EXPANDED_BYTES_MAX:,}"
+            self.problems.add(("tasks",), f"all tasks written out have more than {limit} bytes")
+            self.problems.check()
 
     def _check_template(self, found: TaskDocument, path: Path) -> None:
         problems = self.problems
@@ -348,12 +386,13 @@ class _Reader:
         task: str,
         template: str,
         found: TaskDocument,
-        shared: tuple[Needs, int],
+        shared: tuple[Needs, int, bool],
         sub: Substitution,
         path: Path,
         gang: tuple[str, ...] = (),
     ) -> None:
-        needs, fixed_bytes = shared
+        needs, fixed_bytes, plain = shared
+        self._expand(200 if plain else fixed_bytes)
         inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
         for key, listed in (("inputs", inputs), ("outputs", outputs)):
             if not listed:
@@ -383,19 +422,17 @@ class _Reader:
             )
         self.places[task] = path
         command = None if found.command is None else sub.texts(found.command)
-        self.expanded_bytes += fixed_bytes + (sum(map(len, command)) if command else 0)
-        if self.expanded_bytes > EXPANDED_BYTES_MAX:
-            limit = f"{EXPANDED_BYTES_MAX:,}"
-            self.problems.add(path, f"all tasks written out have more than {limit} bytes")
-            self.problems.check()
+        if command and sum(map(len, command)) > COMMAND_BYTES_MAX:
+            place = (*path, "command")
+            self.problems.add(place, f"at most {COMMAND_BYTES_MAX:,} bytes{_of(task, template)}")
         self.tasks[task] = Task(
             id=task,
             template=template,
             command=command,
             call=found.call,
-            args=tuple(sub.value(found.args)) if found.args else (),
+            args=tuple(found.args if plain else sub.value(found.args)),
             references=_NOTHING,
-            kwargs=sub.value(found.kwargs) if found.kwargs else _NOTHING,
+            kwargs=found.kwargs if plain else sub.value(found.kwargs),
             env={k: sub.text(v) for k, v in found.env.items()} if found.env else _NOTHING,
             inputs=inputs,
             outputs=outputs,
@@ -439,7 +476,8 @@ class _Reader:
 
     def _tie(self) -> None:
         """What runs at once begins at once, and only all of it has made what others wait for."""
-        gangs = {task.gang for task in self.tasks.values() if task.gang}
+        # (each is met once, by its first: to hash it for each of its tasks would cost its square)
+        gangs = [task.gang for task in self.tasks.values() if task.gang[:1] == (task.id,)]
         for gang in gangs:
             above = dict.fromkeys(p for task in gang for p in self.parents[task])
             self._count_edges(len(above) * len(gang) - sum(len(self.parents[t]) for t in gang))
@@ -472,7 +510,7 @@ class _Reader:
         for index, name in enumerate(task.inputs):
             matched = self._files(name, task)
             if not matched:
-                known = self._to_suggest([*self.producers, *self.inputs])
+                known = self._to_suggest(self.producers, self.inputs)
                 self.problems.add(
                     (*path, "inputs", index),
                     _unknown_file(name, known) + _of(task.id, task.template),
@@ -498,7 +536,7 @@ class _Reader:
             if listed is None:
                 self.problems.add(
                     (*path, "after", index),
-                    _unknown("task", name, self._to_suggest(list(self.templates))),
+                    _unknown("task", name, self._to_suggest(self.templates)),
                 )
             else:
                 parents.update(dict.fromkeys(listed))
@@ -507,8 +545,13 @@ class _Reader:
             self.tasks[task.id] = _replace(task, inputs=tuple(files), references=found)
         self.parents[task.id] = tuple(parents)
 
-    def _to_suggest(self, known: list[str]) -> list[str]:
-        return known if len(self.problems) < SUGGESTIONS_MAX else []
+    def _to_suggest(self, *known: Mapping[str, Any]) -> list[str]:
+        """What may have been meant. Also a mistake that is told once may be made by each of
+        thousands of tasks: it is looked for a few times only."""
+        self.suggested += 1
+        if self.suggested > SUGGESTIONS_MAX:
+            return []
+        return list(itertools.islice(itertools.chain(*known), SUGGESTED_AMONG_MAX))
 
     def _files(self, name: str, task: Task) -> tuple[str, ...]:
         if name in self.producers or name in self.inputs:
@@ -537,7 +580,7 @@ class _Reader:
         elif self.templates.get(ref):
             targets, many = tuple(self.templates[ref]), True
         else:
-            self.problems.add(place, _unknown("task", ref, self._to_suggest(list(self.templates))))
+            self.problems.add(place, _unknown("task", ref, self._to_suggest(self.templates)))
             return None
         if self.tasks[targets[0]].call is None:
             self.problems.add(place, f"{ref} is a command: only calls have a value; use its files")
@@ -576,7 +619,7 @@ def _kind(value: Any) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known[:2000], n=1)
+    close = _close(name, known)
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
     if 0 < len(known) <= 20:
@@ -584,10 +627,17 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     return f"unknown {what} {name!r}"
 
 
+def _close(name: str, known: list[str]) -> list[str]:
+    if len(name) > SUGGESTED_CHARS_MAX:
+        return []
+    near = [one for one in known if abs(len(one) - len(name)) <= len(name)]
+    return difflib.get_close_matches(name, near[:SUGGESTED_AMONG_MAX], n=1)
+
+
 def _unknown_file(name: str, known: list[str]) -> str:
     if names.is_glob(name):
         return f"{name!r} matches no output of a task and no input of the workflow"
-    close = difflib.get_close_matches(name, known[:2000], n=1)
+    close = _close(name, known)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"no task makes {name!r}, and it is no input of the workflow{hint}"
 

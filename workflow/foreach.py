@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -88,16 +88,25 @@ def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Substitution:
-    """Replaces placeholders in every text of a value."""
+    """Replaces placeholders in every text of a value. `spend` is told how many characters were
+    made, before there are many: a long item in many places is a short document and a huge task."""
 
-    def __init__(self, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, variables: Mapping[str, Any], spend: Callable[[int], None] = lambda made: None
+    ) -> None:
         self._variables = variables
         self._pattern = _pattern(tuple(variables))
+        self._spend = spend
 
     def text(self, text: str) -> str:
         if "{" not in text:
             return text
-        return self._pattern.sub(lambda m: str(self._variables[m[0][1:-1]]), text)
+        found = [str(self._variables[m[1:-1]]) for m in self._pattern.findall(text)]
+        if not found:
+            return text
+        self._spend(len(text) + sum(map(len, found)))
+        filled = iter(found)
+        return self._pattern.sub(lambda m: next(filled), text)
 
     def texts(self, found: list[str]) -> tuple[str, ...]:
         return tuple(map(self.text, found))

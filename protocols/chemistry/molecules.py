@@ -7,16 +7,45 @@ After seed 000, section 2, and HOCL, the language it uses. A molecule is
 - a rule: rules are molecules too, and other rules consume and produce them;
 - a call `system.deploy(t, r)`: something that is to be done outside of the solution.
 
-Every molecule is hashable and never changes. `shape` is what it can be told by without looking
+Every molecule is hashable and never changes; how large and how deep it is, counted as if nothing in
+it were shared, is known when it is made, and so is its hash: a molecule that is doubled again and
+again would take for ever to walk through. `shape` is what it can be told by without looking
 inside: patterns and molecules of different shapes never match, so they are never tried.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 Shape = tuple[Any, ...]
+
+TEXT_PER_SIZE = 64  # characters that count as much as one number
+
+
+def size_of(term: object) -> int:
+    if isinstance(term, str):
+        return 1 + len(term) // TEXT_PER_SIZE
+    return getattr(term, "size", 1)
+
+
+def depth_of(term: object) -> int:
+    return getattr(term, "depth", 1)
+
+
+def _measure(made: object, parts: Iterable[object]) -> None:
+    """Of what is made of these, once and for all."""
+    size, depth = 1, 0
+    for part in parts:
+        size += size_of(part)
+        depth = max(depth, depth_of(part))
+    object.__setattr__(made, "size", size)
+    object.__setattr__(made, "depth", depth + 1)
+
+
+def _known() -> Any:
+    return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +56,22 @@ class Symbol:
 @dataclass(frozen=True, slots=True)
 class Compound:
     parts: tuple[Molecule, ...]
+    size: int = _known()
+    depth: int = _known()
+    _hash: int = _known()
+
+    def __post_init__(self) -> None:
+        _measure(self, self.parts)
+        object.__setattr__(self, "_hash", hash(self.parts))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, Compound) and self._hash == other._hash
+        return same and self.parts == other.parts  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +79,27 @@ class Solution:
     """A multiset: two are equal if they have the same molecules, each as often."""
 
     molecules: tuple[Molecule, ...] = ()
-    _key: frozenset[tuple[Molecule, int]] = field(init=False, repr=False, compare=False)
+    _key: frozenset[tuple[Molecule, int]] = _known()
+    size: int = _known()
+    depth: int = _known()
+    _hash: int = _known()
 
     def __post_init__(self) -> None:
         counts: dict[Any, int] = {}
         for one in self.molecules:
             counts[typed(one)] = counts.get(typed(one), 0) + 1
         object.__setattr__(self, "_key", frozenset(counts.items()))
+        object.__setattr__(self, "_hash", hash(self._key))
+        _measure(self, self.molecules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Solution) and self._key == other._key
+        if self is other:
+            return True
+        same = isinstance(other, Solution) and self._hash == other._hash
+        return same and self._key == other._key  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +108,11 @@ class Call:
 
     name: str
     arguments: tuple[Molecule, ...] = ()
+    size: int = _known()
+    depth: int = _known()
+
+    def __post_init__(self) -> None:
+        _measure(self, self.arguments)
 
 
 # --------------------------------------------------------------------------- what rules say
@@ -81,6 +139,11 @@ class Operation:
 
     operator: str
     operands: tuple[Term, ...]
+    size: int = _known()
+    depth: int = _known()
+
+    def __post_init__(self) -> None:
+        _measure(self, self.operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +155,11 @@ class Rule:
     condition: Term | None = None
     once: bool = False
     name: str = ""
+    size: int = _known()
+    depth: int = _known()
+
+    def __post_init__(self) -> None:
+        _measure(self, (*self.patterns, *self.products, self.condition))
 
 
 Atom = bool | int | float | str | Symbol

@@ -26,10 +26,13 @@ from .molecules import (
     Symbol,
     Term,
     Variable,
+    depth_of,
 )
 
 TEXT_MAX = 200_000
 DEPTH_MAX = 40
+TERM_DEPTH_MAX = 100  # also of sums and products, which take no parentheses
+NUMBER_MAX = 2**63
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*)
@@ -196,6 +199,7 @@ class _Reader:
         condition = self._condition() if self._take("if") else None
         self._in_rule = False
         rule = Rule(tuple(patterns), tuple(products), condition, kind == "replace-one")
+        self._check_depth(rule, start)
         self._check(rule, start)
         return rule
 
@@ -207,6 +211,11 @@ class _Reader:
             found.append(self._term())
             if not self._take(","):
                 return found
+
+    def _check_depth(self, found: Term, at: int) -> None:
+        """`1 + 1 + …` nests, too, without a parenthesis."""
+        if depth_of(found) > TERM_DEPTH_MAX:
+            raise self._error(f"an expression of more than {TERM_DEPTH_MAX} steps in a row", at)
 
     def _check(self, rule: Rule, at: int) -> None:
         if not rule.patterns:
@@ -230,20 +239,24 @@ class _Reader:
     def molecule(self) -> Molecule:
         at = self._peek.at
         found = self._term()
+        self._check_depth(found, at)
         if any(isinstance(t, Variable | Rest | Operation) for t in _inside(found)):
             raise self._error("outside of a rule there is nothing to compute", at)
         return found  # type: ignore[return-value]
 
     def _term(self) -> Term:
         """A molecule with holes: `a:b:c`."""
-        self._depth += 1
-        if self._depth > DEPTH_MAX:
-            raise self._error(f"more than {DEPTH_MAX} levels deep")
+        self._deeper()
         parts = [self._sum()]
         while self._take(":"):
             parts.append(self._sum())
         self._depth -= 1
         return parts[0] if len(parts) == 1 else Compound(tuple(parts))  # type: ignore[arg-type]
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            raise self._error(f"more than {DEPTH_MAX} levels deep")
 
     def _condition(self) -> Term:
         found = self._both()
@@ -259,7 +272,10 @@ class _Reader:
 
     def _negated(self) -> Term:
         if self._take("not"):
-            return Operation("not", (self._negated(),))
+            self._deeper()
+            found = self._negated()
+            self._depth -= 1
+            return Operation("not", (found,))
         found = self._term()
         operator = self._take(*_COMPARISONS)
         return Operation(operator, (found, self._term())) if operator else found
@@ -279,7 +295,9 @@ class _Reader:
     def _single(self) -> Term:
         token = self._peek
         if self._take("-"):
+            self._deeper()
             found = self._single()
+            self._depth -= 1
             if isinstance(found, int | float) and not isinstance(found, bool):
                 return -found
             return Operation("negative", (found,))
@@ -295,7 +313,10 @@ class _Reader:
             return word == "true"
         if token.kind == "number":
             self._next += 1
-            return int(token.text) if token.text.isdigit() else float(token.text)
+            value = float(token.text)
+            if value >= NUMBER_MAX:
+                raise self._error("a number is below 2 to the power of 63", token.at)
+            return int(token.text) if token.text.isdigit() else value
         if token.kind == "text":
             self._next += 1
             return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), token.text[1:-1])

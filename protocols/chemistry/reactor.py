@@ -13,8 +13,10 @@ fits; what it is tried with is looked up by shape, by value, and by parts of com
 constant or bound already. What did not react then can only react with what comes later. The parts
 of a condition are looked at as soon as all they speak of is bound.
 
-Everything is bounded: molecules, reactions, and the molecules looked at on the way to rest. A rule
-whose products can't be computed does not react, and `troubles` says so.
+Everything is bounded: molecules, how large and how deep each is, reactions, and the steps on the
+way to rest, those in solutions inside of molecules among them. A step is a molecule or a term
+looked at; a large one counts for more. A rule whose products can't be computed, or are too large,
+does not react, and `troubles` says so.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ from .molecules import (
     Symbol,
     Term,
     Variable,
+    depth_of,
     shape_of,
     shapes_of,
+    size_of,
     type_of,
     typed,
 )
@@ -45,9 +49,35 @@ from .notation import ChemistryError, _inside, show
 
 MOLECULES_MAX = 100_000
 REACTIONS_MAX = 1_000_000
-STEPS_MAX = 2_000_000  # molecules looked at, until it is at rest
+STEPS_MAX = 2_000_000  # until it is at rest
+SIZE_MAX = 100_000
+DEPTH_MAX = 50
+SIZE_PER_STEP = 16  # of a molecule that is looked at
 TROUBLES_MAX = 20
 NESTED_MAX = 8
+
+
+@dataclass(slots=True)
+class Budget:
+    """What may happen until all is at rest, inside of molecules, too."""
+
+    reactions: int
+    steps: int
+    reactions_max: int = 0
+    steps_max: int = 0
+
+    def __post_init__(self) -> None:
+        self.reactions_max, self.steps_max = self.reactions, self.steps
+
+    def spend(self, steps: int) -> None:
+        self.steps -= steps
+        if self.steps < 0:
+            raise ChemistryError(f"it is not at rest after {self.steps_max:,} steps")
+
+    def react(self) -> None:
+        self.reactions -= 1
+        if self.reactions < 0:
+            raise ChemistryError(f"it is not at rest after {self.reactions_max:,} reactions")
 
 
 @dataclass(slots=True)
@@ -65,6 +95,10 @@ class Reactor:
         molecules: Iterable[Molecule] = (),
         functions: Mapping[str, Function] | None = None,
         depth: int = 0,
+        *,
+        budget: Budget | None = None,
+        molecules_max: int = MOLECULES_MAX,
+        size_max: int = SIZE_MAX,
     ) -> None:
         self.reactions = 0
         self.troubles: list[str] = []
@@ -77,8 +111,9 @@ class Reactor:
         self._plans: dict[int, _Plan] = {}
         self._fresh: deque[int] = deque()
         self._next = 0
-        self._steps = 0
-        self._steps_max = STEPS_MAX
+        self._budget = budget or Budget(REACTIONS_MAX, STEPS_MAX)
+        self._molecules_max = molecules_max
+        self._size_max = size_max
         for molecule in molecules:
             self.add(molecule)
 
@@ -92,14 +127,20 @@ class Reactor:
         return Solution(tuple(self._floating.values()))
 
     @property
+    def steps(self) -> int:
+        """Since it was last let react."""
+        return self._budget.steps_max - self._budget.steps
+
+    @property
     def inert(self) -> bool:
         return not self._fresh
 
     # ----------------------------------------------------------------- what floats
 
     def add(self, molecule: Molecule) -> None:
-        if len(self._floating) >= MOLECULES_MAX:
-            raise ChemistryError(f"a solution has at most {MOLECULES_MAX:,} molecules")
+        if len(self._floating) >= self._molecules_max:
+            raise ChemistryError(f"a solution has at most {self._molecules_max:,} molecules")
+        self._budget.spend(1 + size_of(molecule) // SIZE_PER_STEP)
         molecule = self._at_rest(molecule)
         self._next += 1
         id = self._next
@@ -137,8 +178,15 @@ class Reactor:
                 return molecule
             if self._depth >= NESTED_MAX:
                 raise ChemistryError(f"solutions more than {NESTED_MAX} deep in each other")
-            inner = Reactor(molecule.molecules, self._functions, self._depth + 1)
-            self.reactions += inner.react(REACTIONS_MAX - self.reactions)
+            inner = Reactor(
+                molecule.molecules,
+                self._functions,
+                self._depth + 1,
+                budget=self._budget,
+                molecules_max=self._molecules_max,
+                size_max=self._size_max,
+            )
+            self.reactions += inner._settle()
             self._trouble(*inner.troubles)
             return inner.solution()
         return molecule
@@ -157,13 +205,21 @@ class Reactor:
 
     def react(self, most: int = REACTIONS_MAX, steps_max: int = STEPS_MAX) -> int:
         """Until nothing more happens; how many reactions that were."""
+        self._budget = Budget(most, steps_max)
+        return self._settle()
+
+    def happened(self, molecule: Molecule, budget: Budget) -> int:
+        """One more comes, and all comes to rest: within this."""
+        self._budget = budget
+        self.add(molecule)
+        return self._settle()
+
+    def _settle(self) -> int:
         start = self.reactions
-        self._steps, self._steps_max = 0, steps_max
         while self._fresh:
             id = self._fresh.popleft()
             while id in self._floating and self._react_with(id):
-                if self.reactions - start > most:
-                    raise ChemistryError(f"it is not at rest after {most:,} reactions")
+                pass
         return self.reactions - start
 
     def _react_with(self, id: int) -> bool:
@@ -186,7 +242,7 @@ class Reactor:
         order = [place, *(n for n in range(len(plan.shapes)) if n != place)]
         for captured, bound in self._search(rule_id, plan, order, {}, {}, id):
             try:
-                made = [m for t in plan.rule.products for m in products(t, bound, self._functions)]
+                made = self._made(plan.rule, bound)
             except Incomputable as why:
                 self._trouble(f"{plan.rule.name or show(plan.rule)} makes nothing: {why}")
                 continue
@@ -195,10 +251,21 @@ class Reactor:
             if plan.rule.once and rule_id in self._floating:
                 self._remove(rule_id)
             self.reactions += 1
+            self._budget.react()
             for molecule in made:
                 self.add(molecule)
             return True
         return False
+
+    def _made(self, rule: Rule, bound: Bindings) -> list[Molecule]:
+        made: list[Molecule] = []
+        for term in rule.products:
+            self._budget.spend(size_of(term))
+            made += products(term, bound, self._functions)
+        for one in made:
+            if size_of(one) > self._size_max or depth_of(one) > DEPTH_MAX:
+                raise Incomputable("what it makes is too large")
+        return made
 
     def _search(
         self,
@@ -228,11 +295,12 @@ class Reactor:
     def _holds(self, plan: _Plan, before: Bindings, now: Bindings) -> bool:
         """Those parts of the condition of which all is known now, and was not before."""
         known = now.keys()
-        return all(
-            is_true(part, now, self._functions)
-            for part, names in plan.parts
-            if names <= known and (not names or not names <= before.keys())
-        )
+        for part, names in plan.parts:
+            if names <= known and (not names or not names <= before.keys()):
+                self._budget.spend(size_of(part))
+                if not is_true(part, now, self._functions):
+                    return False
+        return True
 
     def _candidates(self, pattern: Term, bound: Bindings) -> Iterable[int]:
         """The fewest that may match."""
@@ -264,11 +332,7 @@ class Reactor:
 
     def _match(self, pattern: Term, molecule: Molecule, bound: Bindings) -> Iterator[Bindings]:
         """Every way in which it matches; mostly there is one or none."""
-        self._steps += 1
-        if self._steps > self._steps_max:
-            raise ChemistryError(
-                f"it is not at rest after looking at {self._steps_max:,} molecules"
-            )
+        self._budget.spend(1 + size_of(molecule) // SIZE_PER_STEP)
         if isinstance(pattern, Variable):
             if pattern.name in bound:
                 if typed(bound[pattern.name]) == typed(molecule):

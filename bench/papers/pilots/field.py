@@ -165,8 +165,7 @@ class Node:
 
     def start(self, parts: tuple[str, ...] = PARTS) -> None:
         self.work = [
-            asyncio.ensure_future(work) if name in parts else work.close()
-            for name, work in self.enactment.works()
+            asyncio.ensure_future(work()) for name, work in self.enactment.works() if name in parts
         ]
 
     def _clock(self) -> float:
@@ -260,7 +259,7 @@ class Field:
         assert home.given.settled
         began = self._now()
         id, _ = await queue.enactment.gateway.submit(text, {}, "somebody", False)
-        run = home.get(id)
+        run = home.remembered(id)
         assert run is not None
         while not run.over:
             await asyncio.sleep(5.0)

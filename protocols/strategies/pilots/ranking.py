@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ...chemistry.expressions import Incomputable, compute
+from ...chemistry.molecules import Term
 from ...chemistry.notation import ChemistryError, read_rule
 
 VARIABLES = ("local", "remote", "speed", "waited", "hangs")
@@ -31,40 +32,41 @@ def problem(text: str) -> str | None:
     """What is wrong with an expression, in words."""
     if len(text) > TEXT_MAX:
         return f"an expression has at most {TEXT_MAX} characters"
+    names = ", ".join(VARIABLES)
     try:
-        _read(text)(1.0, 1.0, 1.0, 1.0, 1.0)
-    except (ChemistryError, KeyError, Incomputable, ValueError) as error:
-        names = ", ".join(VARIABLES)
+        found = compute(_read(text), dict.fromkeys(VARIABLES, 1.0), {})
+    except Incomputable:
+        return None  # of these numbers; perhaps not of others
+    except (ChemistryError, KeyError, ValueError) as error:
         return f"{error}; an expression gives a number, and may use {names}"
+    if not isinstance(found, int | float):
+        return f"it gives no number; an expression may use {names}"
     return None
 
 
 @lru_cache(256)
 def ranking(text: str) -> Ranking:
-    """Of an expression that was checked; what can't be computed counts for nothing."""
+    """Of an expression, whatever it is: what can't be computed, or is no number, counts for
+    nothing. It is a user's, and ranks the tasks of all: it never raises."""
     if not text:
         return by_default
     try:
-        return _read(text)
+        term = _read(text)
     except (ChemistryError, ValueError):
         return lambda *_: 0.0
-
-
-def _read(text: str) -> Ranking:
-    rule = read_rule(f"replace {', '.join(VARIABLES)} by ({text})")
-    if len(rule.products) != 1 or rule.condition is not None:
-        raise ValueError("one expression is expected")
-    term = rule.products[0]
 
     def computed(*values: float) -> float:
         try:
             found = compute(term, dict(zip(VARIABLES, values, strict=True)), {})
-        except Incomputable:
+        except (Incomputable, ArithmeticError, TypeError, ValueError, LookupError):
             return 0.0
-        if isinstance(found, bool):
-            return float(found)
-        if not isinstance(found, int | float):
-            raise ValueError("it gives no number")
-        return float(found)
+        return float(found) if isinstance(found, int | float) else 0.0
 
     return computed
+
+
+def _read(text: str) -> Term:
+    rule = read_rule(f"replace {', '.join(VARIABLES)} by ({text})")
+    if len(rule.products) != 1 or rule.condition is not None:
+        raise ValueError("one expression is expected")
+    return rule.products[0]
