@@ -56,6 +56,7 @@ def measure(strategies: list[str], runs: int) -> dict[str, float]:
         try:
             rows = [json.loads(path.read_text()) for path in Path(home).glob("peer-*/peer.json")]
             environment["VALENCE_CLUSTER_KEY_FILE"] = str(Path(home, "key"))
+            environment |= {"VALENCE_ROOT_TASKS": "yes", "VALENCE_SANDBOX": "off"}
             environment["VALENCE_TOKEN_FILE"] = str(Path(home, "token"))
             token = Path(home, "token").read_text().strip()
             clients = [Client(row["http"], token) for row in rows[:HOMES]]

@@ -176,6 +176,8 @@ class Live:
         environment = {
             **self.processes.environment,
             "VALENCE_CLUSTER_KEY_FILE": str(home / "key"),
+            "VALENCE_ROOT_TASKS": "yes",
+            "VALENCE_SANDBOX": "off",
             "VALENCE_TOKEN_FILE": str(home / "token"),
         }
         first = self.processes.rows()[0]["address"]

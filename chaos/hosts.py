@@ -37,6 +37,8 @@ class Hosts:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")},
             "VALENCE_CLUSTER_KEY": secrets.token_hex(24),
+            "VALENCE_ROOT_TASKS": "yes",  # these are of the scenario itself
+            "VALENCE_SANDBOX": "off",
             "VALENCE_TOKEN": secrets.token_hex(24),
         }
         self._build()

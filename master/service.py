@@ -163,6 +163,7 @@ class QueueDaemon(Daemon):
     gateway_class = QueueGateway
     transfer_class = QueueTransfer
     what = "task queue"
+    runs_tasks = False
 
     def _capacity(self) -> Capacity:
         return Capacity(disk_bytes=self._settings.disk)

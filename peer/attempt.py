@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
-import shutil
 import stat
 import sys
+import threading
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from protocols.messages import CHECKED_OUTCOME, File, Moved, Outcome, Value, Wor
 from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 
-from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file
+from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file, is_plain, open_plain
 from .nursery import MARKER
 from .processes import (
     REPLY_BYTES_MAX,
@@ -35,12 +37,18 @@ from .processes import (
     Worker,
     read_reply,
 )
-from .sandbox import Sandbox, module_path
+from .removal import remove_tree
+from .sandbox import PLACES, Sandbox, module_path
 from .transfer import Transfer, Unavailable
 
+log = logging.getLogger("valence.attempt")
+
 LOG_TAIL_CHARS = 4000
+WORK = "work"
+GONE = "gone-"  # so begin the names of directories that are being removed
 MISSING_MAX = 1000
-MEMORY_CHECK_S = 0.5
+LOOK_S = 0.5  # between two looks at what a task uses
+LOOK_PART = 20  # a look at its files takes at most a part of the time
 SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 WORKER_DIED = "the worker process died during the call"
 NURSERY_DIED = "the peer's process nursery ended"
@@ -48,6 +56,16 @@ NURSERY_DIED = "the peer's process nursery ended"
 
 #: with less than this left, what fails may fail for lack of it
 DISK_FULL_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of each task, where its document does not say; 0: none."""
+
+    memory_bytes: int = 0
+    disk_bytes: int = 2**63
+    processes: int = 1000
+    files: int = 200_000
 
 
 class TaskFailed(Exception):
@@ -73,7 +91,9 @@ class Attempt:
         transfer: Transfer,
         log_bytes_max: int,
         sandbox: Sandbox | None,
+        limits: Limits,
     ) -> None:
+        self._limits = limits
         self.work = work
         self.result: dict[str, object] = {}
         self._name = secrets.token_hex(8)
@@ -158,7 +178,8 @@ class Attempt:
                 raise PeerFailed(f"{gone[0]} was evicted before the others had come")
             nested = work.inputs or any("/" in name for name in work.outputs)
             walled = work.call is not None and self._sandbox is not None
-            if nested or walled or (work.call is not None and work.outputs):
+            apart = bool(values) and self._processes.user_of(work.owner)[0] >= 0
+            if nested or walled or apart or (work.call is not None and work.outputs):
                 self._left = True
                 await asyncio.to_thread(self._lay_out, self._sources())
             if work.command is not None:
@@ -194,6 +215,18 @@ class Attempt:
             copy_file(source, target)
         for name in self.work.outputs:
             (self._home / name).parent.mkdir(parents=True, exist_ok=True)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """To the user whom the task runs as, if that is another one. Nothing of the task runs yet:
+        all that is there was made here."""
+        user, group = self._processes.user_of(self.work.owner)
+        if user < 0:
+            return
+        for path, _, files in os.walk(self._home):
+            os.chown(path, user, group)
+            for name in files:
+                os.chown(os.path.join(path, name), user, group)
 
     def _environment(self) -> dict[str, str]:
         key = self.work.key
@@ -217,6 +250,11 @@ class Attempt:
         if self._sandbox is not None:
             if self.work.call is not None:
                 environment["PYTHONPATH"] = module_path()
+            if new:
+                await asyncio.to_thread(self._home.mkdir, 0o700)
+                new = False
+            for name in PLACES.values():
+                (self._home / name).mkdir(mode=0o700, exist_ok=True)
             command = self._sandbox.wrap(command, self._place, environment, self.work.network)
             environment = {"PATH": SEARCHED, MARKER: self._name}
         id, exit = self._processes.spawn(
@@ -227,6 +265,7 @@ class Attempt:
             self._place + ".log",
             self._log_bytes_max,
             self._blobs.blob_bytes_max,
+            self.work.owner,
         )
         try:
             reason, cause = await self._watch(id, exit)
@@ -237,9 +276,9 @@ class Attempt:
             raise
         ended = exit.result()
         self._left = not (ended.removed and ended.log is not None)
-        await self._keep_log(ended.log)
         self.result["max_rss_bytes"] = ended.max_rss_bytes
         self.result["log_truncated"] = ended.log_truncated
+        await self._keep_log(ended.log)
         if reason:
             raise TaskFailed(reason, ended.code, cause)
         self.result["exit_code"] = ended.code
@@ -251,30 +290,59 @@ class Attempt:
     async def _watch(self, id: int, exit: asyncio.Future[Exit]) -> tuple[str, str]:
         """Until it ended; why it was made to, in a sentence and in a word, if it was."""
         loop = asyncio.get_running_loop()
-        limit_s, memory = self.work.timeout_s, self.work.needs.capacity.memory_bytes
+        limit_s = self.work.timeout_s
         start = loop.time()
+        look_at = start + LOOK_S
         while not exit.done():
-            wait_s = None if limit_s is None else max(0.0, start + limit_s - loop.time())
-            if memory:
-                wait_s = MEMORY_CHECK_S if wait_s is None else min(wait_s, MEMORY_CHECK_S)
-            await asyncio.wait([exit], timeout=wait_s)
+            wait_s = LOOK_S if limit_s is None else min(LOOK_S, start + limit_s - loop.time())
+            await asyncio.wait([exit], timeout=max(0.0, wait_s))
             if exit.done():
                 break
+            found = ("", "")
             if limit_s is not None and loop.time() - start >= limit_s:
+                found = too_long(self.work), "timeout"
+            else:
+                found = await self._too_much(id)
+                if not found[0] and loop.time() >= look_at:
+                    began = loop.time()
+                    found = await asyncio.to_thread(self._too_much_on_disk)
+                    look_at = loop.time() + max(LOOK_S, LOOK_PART * (loop.time() - began))
+            if found[0]:
                 await self._processes.end(id, exit)
                 await _known(exit)
-                return too_long(self.work), "timeout"
-            if memory:
-                used = await self._processes.usage(id)
-                if used > memory:
-                    await self._processes.end(id, exit)
-                    await _known(exit)
-                    return too_large(used, memory), "memory"
+                return found
         exit.result()
+        return "", ""
+
+    @property
+    def _memory_bytes_max(self) -> int:
+        """As it asked for; if it did not say, what the peer has."""
+        return self.work.needs.capacity.memory_bytes or self._limits.memory_bytes
+
+    async def _too_much(self, id: int) -> tuple[str, str]:
+        used, processes = await self._processes.usage(id)
+        if self._memory_bytes_max and used > self._memory_bytes_max:
+            return too_large(used, self._memory_bytes_max), "memory"
+        if processes > self._limits.processes:
+            return f"killed: it has {processes:,} processes, {self._limits.processes:,} may be", ""
+        return "", ""
+
+    def _too_much_on_disk(self) -> tuple[str, str]:
+        limits = self._limits
+        bytes_max = self.work.needs.capacity.disk_bytes or limits.disk_bytes
+        size, files = _usage(self._place, bytes_max, limits.files)
+        if size > bytes_max:
+            most = show_bytes(bytes_max)
+            return f"killed: it wrote more than {most} to its directory; ask for `disk`", ""
+        if files > limits.files:
+            return f"killed: it left more than {limits.files:,} files in its directory", ""
         return "", ""
 
     async def _keep_log(self, held: bytes | None) -> None:
         """The end of it travels with the outcome; all of it, where longer, is a blob."""
+        if held is None and not is_plain(self._log):  # the task has put something else there
+            self.result["log_truncated"] = True
+            return
         if held is None:
             data = await asyncio.to_thread(_tail, self._log)
         elif not held:
@@ -303,15 +371,18 @@ class Attempt:
             ],
             "cwd": self._place if self._left else "",
             "env": self._environment() if self._left else dict(work.env),
+            "workflow": work.key.workflow,
             "value_path": self._place + ".value",
             "log_bytes_max": self._log_bytes_max,
         }
 
     async def _call(self) -> None:
         work = self.work
-        memory = work.needs.capacity.memory_bytes
+        memory = self._memory_bytes_max if work.needs.capacity.memory_bytes else 0
         request = self.request()
-        worker = await self._processes.worker()
+        if self._processes.user_of(work.owner)[0] >= 0:
+            await self._bring_values(request)
+        worker = await self._processes.worker(work.owner)
         losses = self._processes.losses
         try:
             async with asyncio.timeout(work.timeout_s):
@@ -326,20 +397,29 @@ class Attempt:
                     raise NurseryGone from None
                 raise TaskFailed(WORKER_DIED) from None
             raise
+        if answer.get("stale"):  # what it has imported was edited since: by another one, then
+            self._processes.discard(worker)
+            await self._call()
+            return
         self._processes.give_back(worker)
         await self._answered(answer)
+
+    async def _bring_values(self, request: dict[str, Any]) -> None:
+        """Those it takes that are files: nothing but its own directory can be read by it."""
+        for _, _, values in request["references"]:
+            for row in values:
+                if row[2]:
+                    copy = self._home / f".{Path(row[2]).name}"
+                    if not copy.exists():
+                        await asyncio.to_thread(copy_file, Path(row[2]), copy)
+                    row[2] = str(copy)
+        await asyncio.to_thread(self._hand_over)
 
     async def _walled_call(self) -> None:
         """In a process of its own inside the sandbox, which a warm worker can't enter."""
         request = self.request()
         request["value_path"] = str(self._home / ".value")
-        for _, _, values in request["references"]:
-            for row in values:
-                if row[2]:  # nothing but its own directory can be read in there
-                    copy = self._home / f".{Path(row[2]).name}"
-                    if not copy.exists():
-                        await asyncio.to_thread(copy_file, Path(row[2]), copy)
-                    row[2] = str(copy)
+        await self._bring_values(request)
         (self._home / ".request").write_bytes(msgpack.packb(request))
         once = (sys.executable, "-m", f"{__package__}.worker", ".request", ".reply")
         failure: TaskFailed | None = None
@@ -353,15 +433,14 @@ class Attempt:
         self.result.pop("exit_code", None)
         if answer.get("path"):  # nobody writes to it any more: it is moved, not copied
             made = self._home / ".value"
-            status = made.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                raise TaskFailed("the value it left is no plain file")
+            if not is_plain(made):
+                raise TaskFailed("its reply lies: it names a value that is not there")
             made.rename(self._value)
         await self._answered(answer)
 
     def short(self, answer: dict[str, Any]) -> dict[str, object] | None:
         """What became of it, if there is nothing to move or to write; else `take` it."""
-        if not answer["ok"] or answer.get("log") or answer.get("path"):
+        if answer.get("stale") or not answer["ok"] or answer.get("log") or answer.get("path"):
             return None
         value = Value(answer.get("encoding", ""), answer.get("data", b""))
         return {"kind": "ok", "value": value}
@@ -376,6 +455,8 @@ class Attempt:
         file = None
         if answer.get("path"):
             self._left = True
+            if not is_plain(self._value):
+                raise TaskFailed("its reply lies: it names a value that is not there")
             hash, size = await self._blobs.adopt(self._value, self.work.key.workflow)
             self._transfer.held(hash)
             file = File(name="value", hash=hash, size=size)
@@ -387,10 +468,10 @@ class Attempt:
         call = asyncio.ensure_future(worker.call(request))
         try:
             while True:
-                await asyncio.wait([call], timeout=MEMORY_CHECK_S)
+                await asyncio.wait([call], timeout=LOOK_S)
                 if call.done():
                     return call.result()
-                used = await self._processes.usage(worker.id)
+                used, _ = await self._processes.usage(worker.id)
                 if used > memory:
                     raise TaskFailed(too_large(used, memory), cause="memory")
         finally:
@@ -454,21 +535,6 @@ class Attempt:
             path.unlink(missing_ok=True)
 
 
-def remove_tree(root: Path) -> None:
-    """All of it, even where a task took away its own right to delete. Links are not followed."""
-    if not root.exists():
-        return
-    with contextlib.suppress(OSError):
-        root.chmod(0o700)
-    for path, directories, _ in os.walk(root, followlinks=False):
-        for name in directories:
-            inner = os.path.join(path, name)
-            if not os.path.islink(inner):
-                with contextlib.suppress(OSError):
-                    os.chmod(inner, 0o700)
-    shutil.rmtree(root, ignore_errors=True)
-
-
 class Workshop:
     """Where a peer's attempts run: a directory for each, below one that goes with the peer."""
 
@@ -480,12 +546,15 @@ class Workshop:
         transfer: Transfer,
         log_bytes_max: int,
         sandbox: Sandbox | None,
+        limits: Limits,
     ) -> None:
         self.processes = processes
-        self._directory = directory / "work"
-        self._parts = (processes, blobs, transfer, log_bytes_max, sandbox)
-        self.clear()
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory / WORK
+        self._parts = (processes, blobs, transfer, log_bytes_max, sandbox, limits)
+        self._clear(directory)
+        self._directory.mkdir(mode=0o700)
+        if processes.user_of("")[0] >= 0:  # others leave values there, and can't look around
+            self._directory.chmod(0o1733)
 
     async def fetch(self, work: Work) -> Moved:
         """Its inputs, before it begins."""
@@ -495,7 +564,22 @@ class Workshop:
         return Attempt(work, self._directory, *self._parts)
 
     def clear(self) -> None:
+        """No task runs any more."""
         remove_tree(self._directory)
+
+    def _clear(self, data: Path) -> None:
+        """What tasks of an earlier run left goes, but nobody waits for it: it may be much."""
+        if os.path.lexists(self._directory):
+            self._directory.rename(data / f"{GONE}{secrets.token_hex(8)}")
+        gone = list(data.glob(f"{GONE}*"))
+        if gone:
+            threading.Thread(target=_remove_all, args=(gone,), daemon=True).start()
+
+
+def _remove_all(directories: list[Path]) -> None:
+    for directory in directories:
+        if not remove_tree(directory):
+            log.warning("%s can't be removed: remove it by hand", directory)
 
 
 async def _known(exit: asyncio.Future[Exit]) -> None:
@@ -506,17 +590,34 @@ async def _known(exit: asyncio.Future[Exit]) -> None:
 def _read_reply(path: Path) -> dict[str, Any] | None:
     """Written by the task's own process: a plain file of a sensible size, or nothing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_plain(path) as file:
+            return read_reply(file.read(REPLY_BYTES_MAX))
     except OSError:
         return None
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        return read_reply(file.read(REPLY_BYTES_MAX))
+
+
+def _usage(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
+    """Bytes on disk and files below a directory, not counted much further than the limits."""
+    size = files = 0
+    stack = [root]
+    while stack and size <= bytes_max and files <= files_max:
+        try:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+                    else:
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if files > files_max:
+                        break
+        except OSError:
+            continue  # it went away, or is deeper than a path may be
+    return size, files
 
 
 def _tail(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 4 * LOG_TAIL_CHARS))
         return file.read().decode("utf-8", "replace")

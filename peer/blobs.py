@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from protocols.data.cache import (
@@ -308,7 +311,7 @@ class Blobs:
         room: Room | None = None,
     ) -> tuple[bytes, int]:
         """A file on this disk becomes a blob; the file is gone afterwards."""
-        size = path.stat().st_size
+        size = path.lstat().st_size
         if room is None:
             self.cache.check(size)
             async with self.make_room(size) as own:
@@ -323,8 +326,10 @@ class Blobs:
         return hash, size
 
     def _settle(self, part: Path) -> None:
-        fd = os.open(part, os.O_RDONLY)
+        fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                os.fchown(fd, os.geteuid(), os.getegid())  # its maker runs as somebody else
             os.fchmod(fd, 0o400)
             os.utime(fd)  # its age here counts, not the one its maker gave it
             os.fdatasync(fd)
@@ -451,14 +456,35 @@ def _named(hold: str) -> str:
     return hold if _HOLD.fullmatch(hold) else OWN
 
 
+def open_plain(path: Path, names_max: int = 1) -> BufferedReader:
+    """To read a file that a task may have put there: a pipe would be waited for, a device read for
+    ever, a link followed to anywhere. `OSError` if it is no plain file with so many names."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not _is_plain(os.fstat(fd), names_max):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def is_plain(path: Path) -> bool:
+    try:
+        return _is_plain(path.lstat())
+    except OSError:
+        return False
+
+
+def _is_plain(status: os.stat_result, names_max: int = 1) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_nlink <= names_max
+
+
 def hash_file(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def copy_file(source: Path, target: Path) -> None:
     """A copy of one's own: a task that writes to its input must not write to the blob."""
-    with source.open("rb") as a, target.open("xb") as b:
+    with open_plain(source, names_max=2**31) as a, target.open("xb") as b:
         shutil.copyfileobj(a, b, CHUNK_BYTES)
 
 

@@ -28,7 +28,7 @@ from protocols.records import Records
 from protocols.rpc import CallFailed, Refused, Rpc
 from protocols.strategies.pilots.assignment import preload
 
-from .attempt import Workshop
+from .attempt import Limits, Workshop
 from .blobs import Blobs
 from .database import Database, DatabaseError
 from .enactment import Enactment, Work
@@ -42,12 +42,13 @@ from .nursery import adopt_orphans
 from .processes import Processes
 from .queue import QueueClient
 from .routes import VERSION
-from .sandbox import Sandbox
+from .sandbox import NoSandbox, Sandbox
 from .seal import Seal
 from .settings import Settings
 from .storage import Storage
 from .tokens import Tokens
 from .transfer import Transfer
+from .users import Users
 
 log = logging.getLogger("valence.peer")
 
@@ -73,6 +74,7 @@ class AlreadyRunning(Exception):
 
 class Daemon:
     what = "peer"
+    runs_tasks = True
     home_class: type[Home] = Home
     http_class: type[Http] = Http
     gateway_class: type[Gateway] = Gateway
@@ -107,7 +109,8 @@ class Daemon:
     async def start(self) -> None:
         settings, config, data = self._settings, self._config, self._data
         adopt_orphans()
-        sandbox = Sandbox.find(data) if settings.sandbox == "bwrap" else None
+        sandbox = self._sandbox() if self.runs_tasks else None
+        users = self._users() if self.runs_tasks and sandbox is None else None
         self._rng = rng = random.Random(os.urandom(16))
         identity = Identity.load(data)
         self.database = Database(data / "peer.db")
@@ -149,10 +152,10 @@ class Daemon:
         )
         storage = Storage(settings, self.blobs)
         self.transfer.from_origin = storage.fetch
-        self.processes = Processes(self._nursery, data)
-        workshop = Workshop(
-            data, self.processes, self.blobs, self.transfer, settings.log_max, sandbox
-        )
+        self.processes = Processes(self._nursery, data, users or _as_this_peer)
+        limits = Limits(memory_bytes=capacity.memory_bytes, disk_bytes=settings.disk)
+        parts = (self.processes, self.blobs, self.transfer)
+        workshop = Workshop(data, *parts, settings.log_max, sandbox, limits)
         self.enactment = Enactment(
             rpc=self.rpc,
             members=self.members,
@@ -212,6 +215,40 @@ class Daemon:
             _at(me),
             self.members.me.http,
         )
+
+    def _sandbox(self) -> Sandbox | None:
+        """As set; by default wherever it works, and where it does not that is said."""
+        wanted = self._settings.sandbox
+        if wanted == "off":
+            return None
+        try:
+            return Sandbox.find(self._data)
+        except NoSandbox as error:
+            if wanted != "auto":
+                raise
+            log.warning(
+                "TASKS RUN WITHOUT A SANDBOX: %s. They can read what their user can; let only "
+                "people submit whom you trust, or set it right (docs/security.md)",
+                error,
+            )
+            return None
+
+    def _users(self) -> Users | None:
+        """No task runs as root, nor as this peer where it may choose."""
+        if os.geteuid() != 0:
+            return None
+        self._data.chmod(0o711)  # what is in there is closed by itself
+        found = Users.find(self._data)
+        if isinstance(found, Users):
+            return found
+        self._data.chmod(0o700)
+        if not self._settings.root_tasks:
+            raise ValueError(
+                f"tasks would run as root: {found}. Start it as another user, install bubblewrap "
+                "for a sandbox, or allow it with --root-tasks"
+            )
+        log.warning("TASKS RUN AS ROOT, as --root-tasks allows: %s", found)
+        return None
 
     def _capacity(self) -> Capacity:
         settings = self._settings
@@ -564,6 +601,10 @@ class Daemon:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _as_this_peer(owner: str) -> tuple[int, int]:
+    return -1, -1
 
 
 def _process() -> dict[str, float]:

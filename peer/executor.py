@@ -409,7 +409,7 @@ class Executor:
         held.state = "running"
         held.started_at = self._clock()
         attempt = self._workshop.attempt(held.work)
-        worker = self._processes.idle_worker() if attempt.plain else None
+        worker = self._processes.idle_worker(held.work.owner) if attempt.plain else None
         held.attempt = attempt
         held.losses = self._processes.losses
         if worker is None:
@@ -434,7 +434,14 @@ class Executor:
             else:
                 self._ended(held, {"kind": "failed", "reason": WORKER_DIED})
             return
-        self._processes.give_back(worker)
+        if reply.get("stale"):  # what it has imported was edited since: by another one, then
+            self._processes.discard(worker)
+            self._run_task(held, attempt.run)
+            return
+        if reply.get("lie"):
+            self._processes.discard(worker)
+        else:
+            self._processes.give_back(worker)
         short = attempt.short(reply)
         if short is None:
             self._run_task(held, functools.partial(attempt.take, reply))

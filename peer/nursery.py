@@ -5,12 +5,18 @@ when the daemon is killed, its end of the socket closes, and the nursery kills e
 started and goes: no orphan outlives a peer. It is forked before the daemon has threads, and is the
 parent and (Linux) the reaper of everything that tasks leave behind.
 
-Daemon → nursery:  ["spawn", id, argv, cwd, new, env, log path, log bytes max, file bytes max]
-                   ["kill", id, signal]   ["worker", id, log path, sys.path]   ["usage", id]
+Daemon → nursery:  ["spawn", id, argv, cwd, new, env, log path, log bytes max, file bytes max,
+                    user, group]
+                   ["kill", id, signal]   ["worker", id, log path, sys.path, user, group]
+                   ["usage", id]
 Nursery → daemon:  ["exited", id, code, log truncated, max rss, log or nil, removed]
                    ["failed", id, why]
                    ["worker", id, pid] with the worker's socket attached
-                   ["usage", id, rss bytes]
+                   ["usage", id, rss bytes, processes]
+
+Under another user than the daemon's (-1: under its own), if the daemon is root: the nursery takes
+on that user for the moment of the spawn, with root as its saved id to come back; what it starts has
+none, as the saved id is set anew by `exec`.
 
 Starting a command is the hot path of a peer: `posix_spawn`, a pidfd and a pipe in one epoll, and
 no file: a directory that is `new` is made here, and goes here if it is still empty at the end; a
@@ -30,7 +36,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +49,7 @@ WORKER_FILE_BYTES_MAX = 64 * 2**30
 #: a log up to this long goes with the exit, and never to a file
 LOG_INLINE_BYTES_MAX = 16 * 1024
 PROGRAMS_REMEMBERED = 1000
+USER_PROCESSES_MAX = 2000  # of one owner's tasks at this machine, where each has a user of its own
 _SIGNALS_IGNORED_BY_PYTHON = [signal.SIGPIPE, signal.SIGXFSZ]
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
@@ -179,29 +186,34 @@ class Nursery:
         log_path: str,
         log_bytes_max: int,
         file_bytes_max: int,
+        user: int,
+        group: int,
     ) -> None:
         opened: list[int] = []
         try:
             program = self._program(argv[0], env.get("PATH", ""), cwd)
             if new:
                 os.mkdir(cwd, 0o700)
+                if user >= 0:
+                    os.chown(cwd, user, group)
             read, write = os.pipe()
             opened += [read, write]
             self._limit(file_bytes_max)
             os.chdir(cwd)  # this process has one thread, and no use for a directory of its own
-            pid = os.posix_spawn(
-                program,
-                argv,
-                env,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, write, 1),
-                    (os.POSIX_SPAWN_DUP2, write, 2),
-                ],
-                setsid=True,
-                setsigmask=[],
-                setsigdef=_SIGNALS_IGNORED_BY_PYTHON,
-            )
+            with _acting_as(user, group):
+                pid = os.posix_spawn(
+                    program,
+                    argv,
+                    env,
+                    file_actions=[
+                        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                        (os.POSIX_SPAWN_DUP2, write, 1),
+                        (os.POSIX_SPAWN_DUP2, write, 2),
+                    ],
+                    setsid=True,
+                    setsigmask=[],
+                    setsigdef=_SIGNALS_IGNORED_BY_PYTHON,
+                )
             pidfd = os.pidfd_open(pid)
         except (OSError, ValueError) as error:
             for fd in opened:
@@ -258,9 +270,11 @@ class Nursery:
 
     def _on_usage(self, id: int) -> None:
         child = self._children.get(id)
-        self._tell("usage", id, 0 if child is None else tree_rss_bytes(child.pid))
+        self._tell("usage", id, *((0, 0) if child is None else tree_usage(child.pid)))
 
-    def _on_worker(self, id: int, log_path: str, parent_path: list[str]) -> None:
+    def _on_worker(
+        self, id: int, log_path: str, parent_path: list[str], user: int, group: int
+    ) -> None:
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -272,7 +286,7 @@ class Nursery:
                 pid = os.fork()
                 if pid == 0:
                     ours.close()
-                    _become_worker(theirs, log_path, parent_path, marker)
+                    _become_worker(theirs, log_path, parent_path, marker, user, group)
                 pidfd = os.pidfd_open(pid)
             except OSError as error:  # no more processes or files: its own channel ends a child
                 self._tell("failed", id, f"a worker can't be started: {error.strerror}")
@@ -309,7 +323,9 @@ class Nursery:
 
     def _open_log(self, child: _Child) -> None:
         try:
-            child.log = os.open(child.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            # made here, or not at all: what a task may have put there, a pipe say, is not opened
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            child.log = os.open(child.log_path, flags, 0o600)
         except OSError:
             child.truncated = True
             child.log = os.open(os.devnull, os.O_WRONLY)
@@ -414,19 +430,46 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def tree_rss_bytes(pid: int) -> int:
+def tree_usage(pid: int) -> tuple[int, int]:
+    """Bytes of memory, and processes."""
     total = 0
-    for member in (pid, *descendants(pid)):
+    members = (pid, *descendants(pid))
+    for member in members:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{member}/statm") as file:
             total += int(file.read().split()[1])
-    return total * resource.getpagesize()
+    return total * resource.getpagesize(), len(members)
 
 
-def _become_worker(channel: socket.socket, log_path: str, path: list[str], marker: str) -> None:
+@contextlib.contextmanager
+def _acting_as(user: int, group: int) -> Iterator[None]:
+    """What is started meanwhile has this user, and no way back to root."""
+    if user < 0:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_NPROC)
+    os.setgroups([])
+    os.setresgid(group, group, 0)
+    resource.setrlimit(resource.RLIMIT_NPROC, (USER_PROCESSES_MAX, before[1]))
+    os.setresuid(user, user, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_NPROC, before)
+
+
+def _become_worker(
+    channel: socket.socket, log_path: str, path: list[str], marker: str, user: int, group: int
+) -> None:
     """In the fork: keep only the channel, and never return."""
     code = 1
     try:
         os.setsid()
+        log = os.open(log_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        os.unlink(log_path)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -437,7 +480,14 @@ def _become_worker(channel: socket.socket, log_path: str, path: list[str], marke
         os.closerange(4, OPEN_FILES_MAX)
         from .worker import serve
 
-        serve(socket.socket(fileno=kept), log_path, path)
+        if user >= 0:
+            limit = (USER_PROCESSES_MAX,) * 2
+            resource.setrlimit(resource.RLIMIT_NPROC, limit)
+            os.setgroups([])
+            os.setresgid(group, group, group)
+            os.setresuid(user, user, user)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone it
+        serve(socket.socket(fileno=kept), path)
         code = 0
     except BaseException as error:
         with contextlib.suppress(BaseException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ TERM_GRACE_S = 2.0
 RESTART_S = 1.0
 REPLY_BYTES_MAX = 64 * 2**20
 IDLE_WORKERS_MAX = 64
+VALUE_BYTES_MAX = 64 * 1024
 
 
 class NurseryGone(Exception):
@@ -53,9 +55,10 @@ OnReply = Callable[[Reply], None]
 class Worker(asyncio.Protocol):
     """One warm process, used by one call at a time; its answer comes as a callback."""
 
-    def __init__(self, id: int, pid: int) -> None:
+    def __init__(self, id: int, pid: int, owner: str) -> None:
         self.id = id
         self.pid = pid
+        self.owner = owner
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._on_reply: OnReply | None = None
@@ -105,28 +108,69 @@ class Worker(asyncio.Protocol):
             self._transport.close()
 
 
-def read_reply(packed: bytes) -> Reply:
-    """What the worker answered, which runs the user's code and may say anything."""
+def read_reply(packed: bytes) -> dict[str, Any]:
+    """What the worker answered, which runs the user's code and may say anything. A lie is the
+    call's failure, and told as such: it is not asked again."""
     try:
         # flat and small in number: a few bytes must not become a heap of objects
         found = msgpack.unpackb(packed, max_array_len=0, max_map_len=16, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
-        return None
+        return _lie("it can't be read")
     if not isinstance(found, dict) or not isinstance(found.get("ok"), bool):
-        return None
+        return _lie("it does not say whether it succeeded")
+    for key, kind in _REPLY.items():
+        if not isinstance(found.get(key, kind()), kind):
+            return _lie(f"its {key} is no {kind.__name__}")
+    if found["ok"] and not found.get("path"):
+        if found.get("encoding") not in ("json", "pickle"):
+            return _lie("its value is neither JSON nor a pickle")
+        if len(found.get("data", b"")) > VALUE_BYTES_MAX:
+            return _lie("its value is too large to travel like this")
+        if found["encoding"] == "json" and not _is_json(found.get("data", b"")):
+            return _lie("its value is no JSON")
     return found
 
 
+_REPLY: dict[str, type] = {
+    "encoding": str,
+    "data": bytes,
+    "path": str,
+    "log": bytes,
+    "error": str,
+    "truncated": bool,
+    "stale": bool,
+}
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _lie(what: str) -> dict[str, Any]:
+    error = f"what its worker replied is not what workers reply: {what}"
+    return {"ok": False, "error": error, "lie": True}
+
+
 class Processes:
-    def __init__(self, channel: socket.socket, directory: Path) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        directory: Path,
+        users: Callable[[str], tuple[int, int]] = lambda owner: (-1, -1),
+    ) -> None:
+        self._users = users
         self.spawned = 0
         self.losses = 0  # of the nursery itself
         self._directory = directory
         self._ids = itertools.count(1)
         self._exits: dict[int, asyncio.Future[Exit]] = {}
-        self._workers: dict[int, asyncio.Future[tuple[Worker, socket.socket]]] = {}
-        self._usages: dict[int, asyncio.Future[int]] = {}
-        self._idle: list[Worker] = []
+        self._workers: dict[int, asyncio.Future[tuple[int, socket.socket]]] = {}
+        self._usages: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._idle: list[Worker] = []  # the one that was used last stands last
         self._alive: set[int] = set()
         self._closing = False
         self._attach(channel)
@@ -203,9 +247,9 @@ class Processes:
                 channel.close()
                 self._tell("kill", id, int(signal.SIGKILL))
             else:
-                future.set_result((Worker(id, row[2]), channel))
+                future.set_result((row[2], channel))
         elif kind == "usage":
-            _set(self._usages.pop(id, None), row[2])
+            _set(self._usages.pop(id, None), (row[2], row[3]))
 
     def _detach(self) -> None:
         loop = asyncio.get_running_loop()
@@ -273,6 +317,7 @@ class Processes:
         log: str,
         log_bytes_max: int,
         file_bytes_max: int,
+        owner: str = "",
     ) -> tuple[int, asyncio.Future[Exit]]:
         """`new`: its directory is made for it, and removed if it leaves nothing there."""
         id = next(self._ids)
@@ -280,8 +325,12 @@ class Processes:
         self._exits[id] = future
         self.spawned += 1
         limits = (log_bytes_max, file_bytes_max)
-        self._tell("spawn", id, argv, cwd, new, env, log, *limits)
+        self._tell("spawn", id, argv, cwd, new, env, log, *limits, *self.user_of(owner))
         return id, future
+
+    def user_of(self, owner: str) -> tuple[int, int]:
+        """Under which user and group a task of this owner runs; -1: as this peer."""
+        return self._users(owner)
 
     async def end(self, id: int, exit: asyncio.Future[Exit]) -> None:
         """The whole tree: politely, then for good."""
@@ -291,40 +340,47 @@ class Processes:
             self._tell("kill", id, int(signal.SIGKILL))
             await asyncio.wait([exit], timeout=TERM_GRACE_S)
 
-    async def usage(self, id: int) -> int:
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def usage(self, id: int) -> tuple[int, int]:
+        """Bytes of memory, and processes."""
+        future: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
         self._usages[id] = future
         self._tell("usage", id)
         return await future
 
     # ----------------------------------------------------------------- workers
 
-    def idle_worker(self) -> Worker | None:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.id in self._alive:
-                return worker
-            worker.close()
+    def idle_worker(self, owner: str) -> Worker | None:
+        """One that has run nobody else's code: what a call does to its process stays in it."""
+        for index in range(len(self._idle) - 1, -1, -1):
+            if self._idle[index].owner == owner:
+                worker = self._idle.pop(index)
+                if worker.id in self._alive:
+                    return worker
+                worker.close()
         return None
 
-    async def worker(self) -> Worker:
-        idle = self.idle_worker()
+    async def worker(self, owner: str) -> Worker:
+        idle = self.idle_worker(owner)
         if idle is not None:
             return idle
         id = next(self._ids)
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[Worker, socket.socket]] = loop.create_future()
+        future: asyncio.Future[tuple[int, socket.socket]] = loop.create_future()
         self._workers[id] = future
-        self._tell("worker", id, str(self._directory / f"worker-{id}.log"), sys.path)
-        worker, channel = await future
+        log = str(self._directory / f"worker-{id}.log")
+        self._tell("worker", id, log, sys.path, *self.user_of(owner))
+        pid, channel = await future
+        worker = Worker(id, pid, owner)
         await loop.create_unix_connection(lambda: worker, sock=channel)
         return worker
 
     def give_back(self, worker: Worker) -> None:
-        if worker.id in self._alive and len(self._idle) < IDLE_WORKERS_MAX:
-            self._idle.append(worker)
-        else:
+        if worker.id not in self._alive:
             self.discard(worker)
+            return
+        self._idle.append(worker)
+        if len(self._idle) > IDLE_WORKERS_MAX:
+            self.discard(self._idle.pop(0))  # of whoever used one least lately
 
     def discard(self, worker: Worker) -> None:
         """It crashed, or is to: the next call gets a new one."""

@@ -22,20 +22,26 @@ _ETC = (
 )
 _PACKAGES = ("peer", "protocols", "workflow")
 TRY_S_MAX = 10.0
+#: in the task's directory: what it has in place of these
+PLACES = {"/tmp": ".tmp", "/dev/shm": ".shm"}
 
 
 class NoSandbox(ValueError):
     """It was asked for, and can't be had here."""
 
 
+#: a user namespace in which the task is nobody, and may do nothing that root may
+_POWERLESS = ("--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL")
+
+
 class Sandbox:
     def __init__(self, program: str, readable: Iterable[str], hidden: str) -> None:
-        self._fixed = [program, "--die-with-parent", "--unshare-all", "--new-session"]
-        self._fixed += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/run"]
-        for path in readable:  # after those: one of them may lie in a directory that is made anew
-            self._fixed += ["--ro-bind-try", path, path]
-        if hidden:  # the peer's data, should it lie in anything of that
-            self._fixed += ["--tmpfs", hidden]
+        self._first = [program, "--die-with-parent", "--unshare-all", "--new-session"]
+        self._first += [*_POWERLESS, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run"]
+        # after those, and what stands for /tmp: one may lie in a directory that is made anew
+        self._then = [word for path in readable for word in ("--ro-bind-try", path, path)]
+        self._then += ["--tmpfs", hidden]  # the peer's data, should it lie in anything of that
+        self._closed = ("/run", hidden, "/dev")
 
     @classmethod
     def find(cls, data: Path) -> Sandbox:
@@ -57,14 +63,20 @@ class Sandbox:
         self, argv: Iterable[str], cwd: str, env: Mapping[str, str], network: bool
     ) -> tuple[str, ...]:
         """The task's variables are set inside: outside, they could make bwrap itself misbehave."""
-        found = [*self._fixed, "--clearenv"]
+        found = [*self._first, "--clearenv"]
         for name, value in env.items():
             found += ["--setenv", name, value]
+        # what it writes to /tmp and /dev/shm counts as what it writes to its directory
+        for place, name in PLACES.items():
+            found += ["--bind", f"{cwd}/{name}", place] if cwd else ["--tmpfs", place]
+        found += self._then
         if network:
             resolver = "/run/systemd/resolve"
             found += ["--share-net", "--ro-bind-try", resolver, resolver]
         if cwd:
             found += ["--bind", cwd, cwd, "--chdir", cwd]
+        for place in self._closed:  # memory that nobody would count
+            found += ["--remount-ro", place]
         return (*found, "--", *argv)
 
 

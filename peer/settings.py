@@ -78,7 +78,12 @@ class Settings(BaseModel):
     cluster_key: str = Field("", description="what peers of one cluster share", repr=False)
     token: str = Field("", description="what HTTP clients show, an admin's", repr=False)
     revoked: Names = Field((), description="ids of tokens that are not taken any more")
-    sandbox: str = Field("off", description="off, or bwrap: what tasks run in")
+    sandbox: str = Field(
+        "auto", description="what tasks run in: bwrap, off, or auto: bwrap where it works"
+    )
+    root_tasks: bool = Field(
+        default=False, description="let tasks run as root where they can have no other user"
+    )
     site: str = Field("default", max_length=100, description="where this peer stands")
     queue: str = Field("", description="URL of a task queue that this peer's site pulls from")
     cpus: float = Field(default=0.0, ge=0, le=100_000, description="cores to offer; 0: all")
@@ -167,8 +172,8 @@ def load(
         host, _, port = seed.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise SettingsError(f"{origin['join']}: {seed!r}: write host:port")
-    if settings.sandbox not in ("off", "bwrap"):
-        raise SettingsError(f"{origin['sandbox']}: off or bwrap")
+    if settings.sandbox not in ("auto", "off", "bwrap"):
+        raise SettingsError(f"{origin['sandbox']}: auto, off or bwrap")
     if settings.keepers % 2 == 0:
         raise SettingsError(f"{origin['keepers']}: an odd number: one more outlives no more deaths")
     if settings.overlay not in OVERLAYS:

@@ -89,6 +89,7 @@ def make_work(
         runtime_s=runtime_s,
         network=spec.network,
         epoch=run.epoch,
+        owner=run.owner[:64],
     )
 
 

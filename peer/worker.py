@@ -1,4 +1,5 @@
-"""A warm worker: a process that runs Python calls, one after the other, until it is ended.
+"""A warm worker: a process that runs Python calls of one owner, one after the other, until it is
+ended. It never runs code that was edited since it imported it: it says so, and goes.
 
 A value that JSON can say exactly travels as JSON, so that people and other languages can read it;
 any other is pickled, and only ever unpickled here, in a process that runs the user's code anyway.
@@ -13,7 +14,9 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import msgpack
@@ -22,6 +25,7 @@ from .nursery import LENGTH
 
 INLINE_BYTES_MAX = 16 * 1024
 TRACEBACK_CHARS_MAX = 8000
+LOOK_AGAIN_S = 0.2
 
 
 def exact(value: Any, depth: int = 0) -> bool:
@@ -67,6 +71,60 @@ def substitute(value: Any, results: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [substitute(v, results) for v in value]
     return value
+
+
+class Imported:
+    """The files behind the modules that calls have imported, as they were then."""
+
+    def __init__(self) -> None:
+        self._before = frozenset(sys.modules)  # ours, and what Python itself needs
+        self._seen: dict[str, tuple[str, _Stamp]] = {}
+        self._workflow = ""
+        self._looked_at = 0.0
+
+    def note(self) -> None:
+        """After a call: what it has imported."""
+        for name in sys.modules.keys() - self._before - self._seen.keys():
+            path = getattr(sys.modules.get(name), "__file__", None)
+            if isinstance(path, str):
+                self._seen[name] = path, _stamp(path)
+
+    def changed(self, workflow: str) -> bool:
+        """Looked at when another workflow calls, as somebody may have edited between the two; and
+        now and then."""
+        now = time.monotonic()
+        if workflow == self._workflow and now - self._looked_at < LOOK_AGAIN_S:
+            return False
+        self._workflow, self._looked_at = workflow, now
+        return any(_stamp(path) != stamp for path, stamp in self._seen.values())
+
+
+_Stamp = tuple[int, int, int] | None
+
+
+def _stamp(path: str) -> _Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_sources() -> None:
+    """Of the user's own modules the source counts, never what was compiled from it: a file that is
+    edited within the second that it was compiled in, and keeps its length, looks the same to
+    Python. Installed packages are read as ever."""
+    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix})
+    stats = SourceFileLoader.path_stats
+
+    def path_stats(self: SourceFileLoader, path: Any) -> Any:
+        found = stats(self, path)
+        if str(path).startswith(installed):
+            return found
+        return {**found, "mtime": -1}  # of no compiled file
+
+    sys.dont_write_bytecode = True
+    SourceFileLoader.path_stats = path_stats  # type: ignore[method-assign]
 
 
 def resolve(call: str) -> Any:
@@ -140,14 +198,14 @@ def _take_log(log: int, size: int, limit: int) -> dict[str, Any]:
     return {"log": kept, "truncated": size > limit}
 
 
-def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:
-    log = os.open(log_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    os.unlink(log_path)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def serve(channel: socket.socket, path: list[str]) -> None:
+    """What calls print goes to a file that has no name any more, and is this process's output."""
+    log = os.dup(1)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.path[:] = path
+    read_sources()
+    imported = Imported()
     os.chdir("/")
     stream = channel.makefile("rb")
     while True:
@@ -155,7 +213,12 @@ def serve(channel: socket.socket, log_path: str, path: list[str]) -> None:
         if len(head) < LENGTH.size:
             return
         request = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]), strict_map_key=False)
-        packed = msgpack.packb(_attempt(request, log))
+        if imported.changed(request["workflow"]):
+            packed = msgpack.packb({"ok": False, "stale": True})
+        else:
+            importlib.invalidate_caches()  # a module may have been made since
+            packed = msgpack.packb(_attempt(request, log))
+            imported.note()
         channel.sendall(LENGTH.pack(len(packed)) + packed)
 
 
@@ -164,6 +227,7 @@ def once(request_path: str, reply_path: str) -> int:
     with open(request_path, "rb") as file:
         request = msgpack.unpackb(file.read(), strict_map_key=False)
     sys.path.insert(0, os.getcwd())
+    read_sources()
     os.environ.update(request["env"])
     try:
         answer = run(request)

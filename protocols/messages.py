@@ -199,6 +199,7 @@ class Work(NamedTuple):
     network: bool = False  # wanted, where a sandbox would keep it from that
     epoch: Natural = 0  # of the home that gives it
     gang: bool = False  # others run at the same time, at other peers
+    owner: Annotated[str, Field(max_length=64)] = ""  # no two share a process, or a user
 
 
 class Moved(NamedTuple):

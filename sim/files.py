@@ -158,7 +158,7 @@ async def _nobody() -> None:
 class SimProcesses:
     losses = 0
 
-    def idle_worker(self) -> None:
+    def idle_worker(self, owner: str) -> None:
         return None
 
 

@@ -25,6 +25,7 @@ class Cluster:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")} | {
             "VALENCE_HOME": str(home),
             "NO_COLOR": "1",
+            "VALENCE_ROOT_TASKS": "yes",  # where there is neither a sandbox nor another user
             **variables,
         }
         self._again: list[subprocess.Popen[bytes]] = []

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from peer import nursery
-from peer.attempt import remove_tree
 from peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
 from peer.database import Database, DatabaseError
 from peer.processes import NurseryGone, Processes, StartFailed
+from peer.removal import remove_tree
 
 
 def store(path: Path, quota: int = 1_000_000) -> Blobs:

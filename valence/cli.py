@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except Problem as problem:
         if problem.status == 401:
-            display.error("the token is wrong: set VALENCE_TOKEN to the cluster's")
+            expired = "expired" in problem.detail or "revoked" in problem.detail
+            wrong = "the token is wrong: set VALENCE_TOKEN to the cluster's"
+            display.error(problem.detail.partition(":")[0] if expired else wrong)
             return 1
         display.error(problem.detail)
         for found in problem.errors[1:]:
@@ -148,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     listing("peers", _peers, "List the peers of the cluster.")
     sub = add("token", _token, "Print the cluster's token, or make one for somebody.")
     sub.add_argument("--owner", help="make a token for this person or program")
-    sub.add_argument("--scope", default="submit", help="read, submit (default) or admin")
-    sub.add_argument("--lasting", default="90d", metavar="TIME", help="default: 90d")
+    sub.add_argument("--scope", help="of that token: read, submit (default) or admin")
+    sub.add_argument("--lasting", metavar="TIME", help="of that token; default: 90d")
     sub.add_argument("--json", action="store_true")
     add("key", _key, "Make a new random key, for a cluster or as a token.")
     return parser
@@ -241,6 +243,11 @@ def _token(options: argparse.Namespace, display: Display) -> int:
     if not found:
         raise Unreachable("there is no token: start a cluster with `valence up`")
     if options.owner is None:
+        if options.scope is not None or options.lasting is not None:
+            raise ValueError(
+                "--scope and --lasting are of a token for somebody: say for whom with --owner; "
+                "without all three the cluster's own token is printed, which may do everything"
+            )
         display.say(found)
         return 0
     from peer import tokens
@@ -248,10 +255,11 @@ def _token(options: argparse.Namespace, display: Display) -> int:
 
     if found.startswith("v1."):
         raise ValueError("only the cluster's own token can make others")
-    ends_at = time.time() + seconds(options.lasting)
-    made, id = tokens.make(found, options.owner, options.scope, ends_at)
+    scope = options.scope or "submit"
+    ends_at = time.time() + seconds(options.lasting or "90d")
+    made, id = tokens.make(found, options.owner, scope, ends_at)
     if options.json:
-        row = {"token": made, "id": id, "owner": options.owner, "scope": options.scope}
+        row = {"token": made, "id": id, "owner": options.owner, "scope": scope}
         return _json(display, {**row, "ends_at": int(ends_at)})
     display.say(made)
     return 0

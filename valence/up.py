@@ -24,7 +24,13 @@ from typing import Any
 from . import local
 from .display import Display
 
-PASSED_ON = ("VALENCE_S3_", "VALENCE_FILES", "VALENCE_QUEUE")
+PASSED_ON = (
+    "VALENCE_S3_",
+    "VALENCE_FILES",
+    "VALENCE_QUEUE",
+    "VALENCE_KEEPERS",
+    "VALENCE_MAJORITY_LOST",
+)
 START_S_MAX = 60.0
 STOP_S_MAX = 15.0
 HTTP_PORT = 8470
@@ -66,7 +72,7 @@ def up(options: Options, display: Display) -> int:
         display.error(f"running already: {which}; `valence down` stops them")
         return 1
     if options.fresh:
-        from peer.attempt import remove_tree
+        from peer.removal import remove_tree
 
         for path in root.glob("peer-*"):
             remove_tree(path)
@@ -196,6 +202,7 @@ class _Supervisor:
             "disk": options.disk,
             "grace": options.grace,
             "sandbox": options.sandbox,
+            "root_tasks": True,  # one's own tasks, on one's own machine
             "overlay": options.overlay,
             "site": options.site,
             "port": port,
