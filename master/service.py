@@ -1,13 +1,14 @@
 """The task queue as a service: HTTP, SQLite, files; the same workflow API as any peer's.
 
 `POST /v1/queue` takes one packed message of a site's master pilot and gives back its answer; the
-token is the cluster's own, with the scope `admin`. `GET /v1/queue` shows the sites.
+token is one that sites make for themselves from the cluster's own. `GET /v1/queue` shows the sites.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from peer.blobs import BlobError
 from peer.daemon import Daemon
 from peer.gateway import Gateway
 from peer.http import Http
+from peer.tokens import PILOT, PilotToken
 from peer.transfer import Fetched, Transfer, Unavailable
 from protocols.codec import Kind, Malformed, decode, encode
 from protocols.keeping.place import QUEUED
@@ -38,7 +40,7 @@ class QueueTransfer(Transfer):
     """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
 
     home: QueueHome
-    token: str
+    token: PilotToken
 
     def _urls(self, file: File) -> Iterable[str]:
         for pilot in file.holders:
@@ -63,7 +65,9 @@ class QueueTransfer(Transfer):
                     return
                 ask = {"Range": f"bytes={position}-{end - 1}"} if end > position else {}
                 try:
-                    async with session.get(url, headers=ask, raise_for_status=True) as response:
+                    async with session.get(
+                        url, headers=ask, raise_for_status=True, allow_redirects=False
+                    ) as response:
                         async for data in response.content.iter_chunked(CHUNK_BYTES):
                             position += len(data)
                             yield data
@@ -98,7 +102,7 @@ class QueueTransfer(Transfer):
 
 
 class QueueHttp(Http):
-    scopes: ClassVar[dict[str, str]] = {**Http.scopes, "_queue": "admin", "_sites": "read"}
+    scopes: ClassVar[dict[str, str]] = {**Http.scopes, "_queue": PILOT, "_sites": "read"}
     home: QueueHome
 
     async def add_routes(self, app: web.Application) -> None:
@@ -182,7 +186,7 @@ class QueueDaemon(Daemon):
         gateway = self.enactment.gateway
         assert isinstance(gateway, QueueGateway)
         self.transfer.home = self.http.home = gateway.home = home
-        self.transfer.token = self._settings.token
+        self.transfer.token = PilotToken(self._settings.token, time.time)
         gateway.prefix = QUEUED
         home.url_of = lambda hash: f"{self.members.me.http}/v1/blobs/sha256:{hash.hex()}"
         self.metrics.counters(

@@ -575,6 +575,7 @@ class Home:
             self._near(run, run.workflow.tasks[task.id]),
             reads_of(filter(None, map(run.file, run.workflow.tasks[task.id].inputs))),
             run.workflow.rank,
+            run.owner,
         )
 
     def _near(self, run: Run, task: Task) -> frozenset[bytes]:

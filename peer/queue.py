@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import aiohttp
 
@@ -11,6 +12,7 @@ from protocols.messages import Message
 from protocols.rpc import CallFailed, Refused, Unreachable
 
 from .settings import Settings
+from .tokens import PilotToken
 
 ANSWER_S = 15.0
 CONNECT_S = 3.0
@@ -20,17 +22,18 @@ ANSWER_BYTES_MAX = 32 << 20
 class QueueClient:
     def __init__(self, settings: Settings) -> None:
         self._url = settings.queue.rstrip("/") + "/v1/queue"
-        self._token = settings.token
+        self._token = PilotToken(settings.token, time.time)
         self._session: aiohttp.ClientSession | None = None
 
     async def exchange(self, message: Message) -> Message:
         if self._session is None or self._session.closed:
             limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-            headers = {"Authorization": f"Bearer {self._token}"}
-            self._session = aiohttp.ClientSession(timeout=limit, headers=headers)
+            self._session = aiohttp.ClientSession(timeout=limit)
         body = encode(Kind.REQUEST, 0, message)
         try:
-            async with self._session.post(self._url, data=body) as response:
+            headers = {"Authorization": f"Bearer {self._token}"}
+            send = self._session.post(self._url, data=body, headers=headers, allow_redirects=False)
+            async with send as response:
                 data = await response.content.read(ANSWER_BYTES_MAX)
                 while not response.content.at_eof() and len(data) < ANSWER_BYTES_MAX:
                     data += await response.content.read(ANSWER_BYTES_MAX - len(data))

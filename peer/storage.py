@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
+from yarl import URL
 
 from protocols.data.cache import Room
 from protocols.messages import File
 
 from .blobs import CHUNK_BYTES, BlobError, Blobs, WrongHash, copy_file
 from .settings import Settings
+from .tokens import PilotToken
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -37,6 +41,7 @@ PART_BYTES = 8 << 20
 AT_ONCE = 4
 STORES_MAX = 64
 TRIES = 4
+_QUEUE_BLOB = "/v1/blobs/sha256:[0-9a-f]{64}"
 
 
 class StorageError(BlobError):
@@ -53,6 +58,7 @@ class Storage:
         self._blobs = blobs
         self._roots = [Path(os.path.realpath(root)) for root in settings.files]
         self._stores: dict[str, S3Store] = {}
+        self._pilot_token = PilotToken(settings.token, time.time)
 
     # ----------------------------------------------------------------- in
 
@@ -126,16 +132,25 @@ class Storage:
     async def _read_http(self, url: str) -> AsyncIterator[bytes | int | None]:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
         headers = {}
-        if self._settings.queue and url.startswith(self._settings.queue.rstrip("/") + "/v1/blobs/"):
-            headers["Authorization"] = f"Bearer {self._settings.token}"
+        ours = self._is_of_queue(url)
+        if ours:
+            headers["Authorization"] = f"Bearer {self._pilot_token}"
         async with (
             aiohttp.ClientSession(timeout=limit, headers=headers) as session,
-            session.get(url, raise_for_status=True) as response,
+            session.get(
+                URL(url, encoded=ours), raise_for_status=True, allow_redirects=not ours
+            ) as response,
         ):
             packed = "Content-Encoding" in response.headers
             yield None if packed else response.content_length
             async for data in response.content.iter_chunked(CHUNK_BYTES):
                 yield data
+
+    def _is_of_queue(self, url: str) -> bool:
+        """A blob of this peer's queue, and nothing that only begins like one: users write URLs,
+        and what is asked for with a token of this peer's is not for them to choose."""
+        base = self._settings.queue.rstrip("/")
+        return bool(base) and re.fullmatch(re.escape(base) + _QUEUE_BLOB, url) is not None
 
     async def _read_s3(self, url: str) -> AsyncIterator[bytes | int | None]:
         import obstore

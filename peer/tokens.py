@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 #: each may what the ones before it may
 SCOPES = ("read", "submit", "admin")
+#: between a task queue and its sites: to exchange work, and to read blobs; nothing else
+PILOT = "pilot"
+PILOT_S = 86400.0
 EVERYBODY = ""  # what an admin's questions are about: all owners
 ADMIN = "admin"
 TOKEN_CHARS_MAX = 1000
@@ -37,7 +40,10 @@ class Grant:
     scope: str
     id: str = ""
 
-    def may(self, scope: str) -> bool:
+    def may(self, scope: str, pilots: bool = False) -> bool:
+        """`pilots`: of what is asked for, pilots may have it, too."""
+        if PILOT in (self.scope, scope):
+            return self.scope == "admin" or (self.scope == PILOT and (pilots or scope == PILOT))
         return SCOPES.index(self.scope) >= SCOPES.index(scope)
 
     @property
@@ -67,6 +73,27 @@ def make(root: str, owner: str, scope: str, ends_at: float) -> tuple[str, str]:
         raise ValueError(f"{ADMIN} is the owner of what the cluster's own token submits")
     if scope not in SCOPES:
         raise ValueError(f"{scope!r}: a scope is one of {', '.join(SCOPES)}")
+    return _made(root, owner, scope, ends_at)
+
+
+class PilotToken:
+    """What a site shows to its queue, and a queue to its sites, in place of the cluster's own
+    token: who takes it down can read blobs whose hash he knows, until tomorrow."""
+
+    def __init__(self, root: str, clock: Callable[[], float]) -> None:
+        self._root = root
+        self._clock = clock
+        self._made, self._ends_at = "", 0.0
+
+    def __str__(self) -> str:
+        now = self._clock()
+        if now > self._ends_at - PILOT_S / 2:
+            self._ends_at = now + PILOT_S
+            self._made, _ = _made(self._root, PILOT, PILOT, self._ends_at)
+        return self._made
+
+
+def _made(root: str, owner: str, scope: str, ends_at: float) -> tuple[str, str]:
     id = secrets.token_hex(6)
     payload = _pack(json.dumps([id, owner, scope, int(ends_at)], separators=(",", ":")).encode())
     return f"{_MARK}.{payload}.{_sign(root, payload)}", id

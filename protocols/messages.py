@@ -278,6 +278,7 @@ class Claim(NamedTuple):
     deadline_in_s: float | None = None
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
     near: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # these hold its inputs
+    owner: Annotated[str, Field(max_length=64)] = ""  # of its first unit
 
 
 class Prospect(NamedTuple):
@@ -326,6 +327,7 @@ class Wanting(NamedTuple):
     reads: Reads = ()
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
     rank: Annotated[str, Field(max_length=200)] = ""  # an expression; empty: as always
+    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of them
 
 
 class Line(NamedTuple):

@@ -39,6 +39,7 @@ class Unit:
     near: frozenset[bytes] = frozenset()  # peers that hold most of its inputs
     reads: tuple[tuple[bytes, int], ...] = ()  # its larger inputs: hash and bytes
     ranked_by: str = ""  # how pilots rank it; empty: as always
+    owner: str = ""  # who waits shares with others who do
     gang: tuple[AttemptKey, ...] = ()  # what runs at several peers at once, by rank; its first too
 
 

@@ -337,6 +337,7 @@ def strict_levels_do_not_wait() -> list[Patch]:
 
 
 @mutant
+@where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def a_copy_that_has_not_caught_up_votes_for_itself() -> list[Patch]:
     return [(Replica, "caught_up", property(lambda self: True))]
 
@@ -374,16 +375,16 @@ def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
 @mutant
 def half_a_submission_is_gone_on_with() -> list[Patch]:
     """As if what is left of it were all of it."""
-    take_up = Home.take_up
+    document = Journal.document
 
-    def hasty(self: Any, id: str) -> None:
-        if self.journal.document(id) is not None:
-            take_up(self, id)
+    def hasty(self: Any, workflow: str) -> Any:
+        return document(self, workflow) or (b"{}", {}, 0.0, "")
 
-    return [(Home, "take_up", hasty)]
+    return [(Journal, "document", hasty)]
 
 
 @mutant
+@where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def silent_homes_are_never_asked() -> list[Patch]:
     async def idle(self: Any, now: float) -> None:
         pass

@@ -23,7 +23,7 @@ def place_here(
             return [], False
         if unmet(me.capacity, me.traits, group.needs):
             return [], False
-        if any(me.contact.id in unit.avoid for _, _, unit in group.heap):
+        if any(me.contact.id in u.avoid for h in group.heaps.values() for _, _, u in h):
             return [], False
     asks = tuple(Room(g.needs, g.left, estimate(g.top)) for g in groups)
     answer = rpc.ask_self(Reserve.of(asks, False, 0), Offers)

@@ -107,8 +107,7 @@ class Probe:
         self._waiting.withdraw(keys)
 
     def waiting_for(self, key: AttemptKey) -> str | None:
-        group = self._waiting.group_of(key)
-        return None if group is None else group.reason
+        return self._waiting.reason(key)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._wake.set()
@@ -162,7 +161,7 @@ class Probe:
         now = self._now()
         known = self._members.here()
         asks: dict[bytes, list[tuple[Group, Room]]] = {}
-        listed = sorted(self._waiting.groups.values(), key=lambda g: (g.oldest_at, g.heap[0][0]))
+        listed = sorted(self._waiting.groups.values(), key=lambda g: g.order)
         matching: dict[Needs, list[Member]] = {}
         everyone: dict[GroupKey, bool] = {}
         asking = 0
@@ -217,7 +216,7 @@ class Probe:
                     count=max(1, min(group.left, wanted, config.probe_batch_max)),
                     runtime_s=runtime_s,
                     deadline_in_s=None if deadline_at is None else deadline_at - now,
-                    queue=runtime_s is not None,
+                    queue=runtime_s is not None and self._waiting.may_queue,
                     hold=hold,
                 )
             )

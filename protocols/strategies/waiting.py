@@ -1,8 +1,10 @@
 """Units that wait for room: in groups of equal needs and about equal run times.
 
 Rules:
-- Within a group the highest rank goes first; a second of waiting weighs as much as a second of work
-  that hangs on a unit, so none starves.
+- Owners share: of those who wait in a group, the one that got least so far comes next (`shares`).
+- Of one owner the unit that is due first goes first: by its deadline, or a fixed time after it
+  came, less the seconds of work that hang on it. So without deadlines the highest rank goes first,
+  and a second of waiting weighs as much as a second of work: none starves.
 - A unit whose run time becomes known while it waits changes its group.
 - A unit comes out once, unless it is withdrawn.
 """
@@ -14,25 +16,29 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..admission import NO_DEADLINE_S
 from ..messages import AttemptKey, Needs
 from ..strategy import Estimate, Unit
+from .shares import Shares
 
 #: how far down a group a unit is looked for that suits a peer better
 SUITED_DEPTH = 15
 
+Row = tuple[float, int, Unit]
 Reads = tuple[tuple[bytes, int], ...]
 GroupKey = tuple[Needs, int | None, frozenset[bytes], Reads]
 
 
 @dataclass(slots=True)
 class Group:
-    """Units with the same needs, highest rank first."""
+    """Units with the same needs: of each owner, those that are due first."""
 
+    shares: Shares
     needs: Needs
     size: int | None  # its units take about 2**size seconds; None: nobody knows
     avoid: frozenset[bytes] = frozenset()  # peers they failed at, if groups are made by that, too
     reads: Reads = ()  # files they read, if groups are made by that, too
-    heap: list[tuple[float, int, Unit]] = field(default_factory=list)
+    heaps: dict[str, list[Row]] = field(default_factory=dict)  # by owner
     left: int = 0
     oldest_at: float = 0.0
     reason: str = "about to be placed"
@@ -43,8 +49,26 @@ class Group:
         return self.needs, self.size, self.avoid, self.reads
 
     @property
+    def heap(self) -> list[Row]:
+        """Of the owner that is next."""
+        if len(self.heaps) == 1:
+            return next(iter(self.heaps.values()))
+        return self.heaps[self.shares.next(self.heaps)] if self.heaps else []
+
+    @property
     def top(self) -> Unit:
         return self.heap[0][2]
+
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """Groups too: that of the owner who got least, then what is due, then who waited."""
+        top = self.top
+        due_at = math.inf if top.deadline_at is None else top.deadline_at
+        return self.shares.given(top.owner), due_at, self.oldest_at
+
+    def units(self, most: int) -> list[Unit]:
+        """Some of the next ones."""
+        return [unit for _, _, unit in self.heap[:most]]
 
 
 class Waiting:
@@ -56,6 +80,7 @@ class Waiting:
         by_reads: bool = False,
     ) -> None:
         self.groups: dict[GroupKey, Group] = {}
+        self.shares = Shares()
         self._units: dict[AttemptKey, Group] = {}
         self._estimate = estimate
         self._units_max = units_max
@@ -73,7 +98,8 @@ class Waiting:
             if unit.key in self._units or len(self._units) >= self._units_max:
                 continue
             self._order += 1
-            group = self._put(unit, now - unit.rank, self._order, now)
+            due_at = now + NO_DEADLINE_S if unit.deadline_at is None else unit.deadline_at
+            group = self._put(unit, due_at - unit.rank, self._order, now)
             grown[group.key] = group
         return list(grown.values())
 
@@ -84,8 +110,9 @@ class Waiting:
         key = (unit.needs, size, avoid, unit.reads if self._by_reads else ())
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = Group(*key, oldest_at=since)
-        heapq.heappush(group.heap, (priority, order, unit))
+            group = self.groups[key] = Group(self.shares, *key, oldest_at=since)
+        heapq.heappush(group.heaps.setdefault(unit.owner, []), (priority, order, unit))
+        self.shares.waits(unit.owner)
         group.left += 1
         self._units[unit.key] = group
         return group
@@ -93,16 +120,20 @@ class Waiting:
     def regroup(self) -> None:
         """Units whose run time has become known go where they belong."""
         for group in [g for g in self.groups.values() if g.size is None]:
-            while group.heap:
-                priority, order, unit = group.heap[0]
-                if self._units.get(unit.key) is not group:
-                    heapq.heappop(group.heap)  # withdrawn
-                elif self._estimate(unit) is None:
-                    break
-                else:
-                    heapq.heappop(group.heap)
-                    group.left -= 1
-                    self._put(unit, priority, order, group.oldest_at)
+            for owner, heap in list(group.heaps.items()):
+                while heap:
+                    priority, order, unit = heap[0]
+                    if self._units.get(unit.key) is not group:
+                        heapq.heappop(heap)  # withdrawn
+                    elif self._estimate(unit) is None:
+                        break
+                    else:
+                        heapq.heappop(heap)
+                        group.left -= 1
+                        self._put(unit, priority, order, group.oldest_at)
+                        self.shares.leaves(owner)
+                if not heap:
+                    group.heaps.pop(owner, None)
             self.forget_if_empty(group)
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
@@ -110,8 +141,32 @@ class Waiting:
             group = self._units.pop(key, None)
             if group is not None:
                 group.left -= 1  # its entry in the heap is skipped when it comes up
+                self._withdrawn(group, key)
                 self._prune(group)
                 self.forget_if_empty(group)
+
+    def _withdrawn(self, group: Group, key: AttemptKey) -> None:
+        """Whose it was is only known by its entry; mostly there is one owner."""
+        owners = list(group.heaps)
+        if len(owners) > 1:
+            owners = [o for o, h in group.heaps.items() if any(u.key == key for _, _, u in h)]
+        if owners:
+            self.shares.leaves(owners[0])
+
+    def reason(self, key: AttemptKey) -> str | None:
+        """In words, what keeps a unit; and that others wait as well."""
+        group = self._units.get(key)
+        if group is None:
+            return None
+        if not self.shares.contended:
+            return group.reason
+        return f"{group.reason}; {self.shares.owners} owners wait here and share the slots evenly"
+
+    @property
+    def may_queue(self) -> bool:
+        """Who knows how long its units take may have them wait at a peer. Not while others wait
+        here who do not know that yet: all room would be gone before they get any."""
+        return not self.shares.contended or all(g.size is not None for g in self.groups.values())
 
     def group_of(self, key: AttemptKey) -> Group | None:
         return self._units.get(key)
@@ -119,23 +174,31 @@ class Waiting:
     def pop(self, group: Group, near: bytes = b"") -> Unit | None:
         """The next one; of the next few one whose inputs are at that peer, if there is any."""
         self._prune(group)
-        if not group.heap:
+        heap = group.heap
+        if not heap:
             return None
-        unit = group.heap[0][2]
+        unit = heap[0][2]
         if near and near not in unit.near:
-            few = group.heap[:SUITED_DEPTH]  # in a heap these are among the first, if not the first
+            few = heap[:SUITED_DEPTH]  # in a heap these are among the first, if not the first
             suited = (u for _, _, u in few if near in u.near and self._units.get(u.key) is group)
             unit = next(suited, unit)
-        if unit is group.heap[0][2]:
-            heapq.heappop(group.heap)
+        if unit is heap[0][2]:
+            heapq.heappop(heap)
         del self._units[unit.key]  # one from further down is skipped when it comes up
         group.left -= 1
+        if self.shares.contended:
+            cores = max(1, unit.needs.capacity.millicores) / 1000
+            self.shares.give(unit.owner, cores * (self._estimate(unit) or 1.0))
+        self.shares.leaves(unit.owner)
         self._prune(group)
         return unit
 
     def _prune(self, group: Group) -> None:
-        while group.heap and self._units.get(group.heap[0][2].key) is not group:
-            heapq.heappop(group.heap)
+        for owner, heap in list(group.heaps.items()):
+            while heap and self._units.get(heap[0][2].key) is not group:
+                heapq.heappop(heap)
+            if not heap:
+                del group.heaps[owner]
 
     def forget_if_empty(self, group: Group) -> None:
         # another group may have taken its place while offers were on their way

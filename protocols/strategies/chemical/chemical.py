@@ -105,8 +105,7 @@ class Chemical:
         self._waiting.withdraw(keys)
 
     def waiting_for(self, key: AttemptKey) -> str | None:
-        group = self._waiting.group_of(key)
-        return None if group is None else group.reason
+        return self._waiting.reason(key)
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         """The layer says so, to whom has waited longest."""
@@ -123,7 +122,7 @@ class Chemical:
         if not groups or len(self._tasks) >= CALLS_MAX:
             self._questions.let_be(meta.peer)
             return False
-        group = min(groups, key=lambda g: g.oldest_at)
+        group = min(groups, key=lambda g: g.order)
         search = self._search(group, told=True)
         self._tasks.spawn(self._capture(group, meta, count, search))
         return True
@@ -164,7 +163,7 @@ class Chemical:
         self._ask_at = {key: at for key, at in self._ask_at.items() if key in groups}
         self._in_vain = Counter({k: n for k, n in self._in_vain.items() if k in groups})
         due = [g for g in groups.values() if self._open(g) > 0]
-        for group in sorted(due, key=lambda g: (g.oldest_at, g.heap[0][0])):
+        for group in sorted(due, key=lambda g: g.order):
             key = group.key
             if self._ask_at.get(key, 0.0) > now:
                 continue
@@ -248,7 +247,7 @@ class Chemical:
             count=max(1, min(count, group.left, self._config.probe_batch_max)),
             runtime_s=runtime_s,
             deadline_in_s=None if deadline_at is None else deadline_at - self._now(),
-            queue=runtime_s is not None,
+            queue=runtime_s is not None and self._waiting.may_queue,
         )
         try:
             limit_s = self._config.lease_ttl_s / 2

@@ -418,8 +418,9 @@ class Layer:
             if not count or home is None:
                 continue
             wish.count -= count
-            if wish.count <= 0:
-                del wishes[wish_key]
+            del wishes[wish_key]
+            if wish.count > 0:
+                wishes[wish_key] = wish  # who got something is behind the others who wait
             self.give(kind, meta, wish.needs, count)
             self._rpc.tell(home, Appeared(meta=meta, needs=wish.needs, count=count))
             return

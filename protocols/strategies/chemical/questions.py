@@ -256,7 +256,13 @@ class Questions:
             high = min(high, seam)
         left = message.count
         rows: list[Found] = []
-        for meta in kind.stretch.between(low, high, now):
+        others = any(
+            wish.home != message.home and wish.until > now and wish.needs == message.needs
+            for wish in kind.stretch.wishes.values()
+        )
+        # (who asks does not take what others wait for here: it waits with them, and all in turn)
+        found = [] if others else kind.stretch.between(low, high, now)
+        for meta in found:
             member = self._members.get(meta.peer)
             if member is None or member.state != State.ALIVE or meta.peer in message.avoid:
                 continue

@@ -44,6 +44,7 @@ from ...messages import (
     Wanting,
 )
 from ...rpc import Rpc
+from ..shares import Shares
 from .assignment import Ranks, assign
 from .listing import List
 from .pilot import HIGH, LOW, Pilot
@@ -63,6 +64,9 @@ CHUNK_S = 0.02  # of work at least that goes into a queue at once
 SETTLED_S = 0.5  # after that it has settled, also if nobody was told
 SURPRISING = 0.02  # of all pilots have room, and nobody knew
 MANY = 0.5  # of all pilots may have room: then all are asked
+
+#: who got least goes first, if nobody holds half a MiB more of what another one's task reads
+FAVOUR = 500.0
 
 
 @dataclass(slots=True)
@@ -117,6 +121,7 @@ class Master:
         self._told = 0  # the version that all were told last
         self._swept_at = 0.0
         self._looked_at = 0.0  # for what never arrived
+        self._shares = Shares()
         self._sweep_s = config.pilots_sweep_s  # ever longer, while what is believed is right
         self._next = rng.getrandbits(40)
         self._round = rng.getrandbits(40)
@@ -470,6 +475,10 @@ class Master:
         tickets = [bid.ticket for bid in bids]
         seats = []
         ranks = Ranks()
+        self._shares.only({o.wanting.owner for o in self._orders.values() if o.open > 0})
+        favoured = ""
+        if self._shares.contended:  # of those who wait, and could get something here
+            favoured = self._shares.next(o.wanting.owner for o in orders) if orders else ""
         value: dict[tuple[int, int], float] = {}
         for p, bid in enumerate(bids):
             most = 0
@@ -479,8 +488,9 @@ class Master:
                     room = slots(bid.ticket.free, orders[line].wanting.needs.capacity)
                     most = max(most, min(SEATS_MAX, room))
                     value[p, line] = rank
+                    ahead = self._shares.contended and orders[line].wanting.owner == favoured
                     if room:
-                        ranks.add(p, line, rank)
+                        ranks.add(p, line, rank + FAVOUR * ahead)
             seats.append(most)
         units = [order.open for order in orders]
         chosen, exactly = assign(seats, units, ranks, self._config.pilots_cells_max)
@@ -494,12 +504,19 @@ class Master:
                 units[line] -= count
                 given[p, line] = given.get((p, line), 0) + count
         waiting = [0 if o.number in left else n for o, n in zip(orders, units, strict=True)]
+        if self._shares.contended:
+            waiting = [0] * len(orders)  # nobody queues ahead of others who wait
         self._fill(bids, orders, tickets, waiting, given, value)
         landings = []
         for (p, line), count in given.items():
             order = orders[line]
             order.given += count
             order.given_at = now
+            if self._shares.contended:
+                cores = max(1, order.wanting.needs.capacity.millicores) / 1000
+                self._shares.give(
+                    order.wanting.owner, count * cores * (order.wanting.runtime_s or 1.0)
+                )
             w = order.wanting
             hold = now - order.since > self._config.ticket_hold_after_s and not w.runtime_s
             landing = Landing(

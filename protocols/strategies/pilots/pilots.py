@@ -224,6 +224,7 @@ class Pilots:
             reads=tuple((hash[:8], size) for hash, size in group.reads),
             avoid=tuple(sorted(group.avoid))[:8],
             rank=top.ranked_by,
+            owner=top.owner[:64],
         )
 
     async def _say(self, desk: _Desk, rows: list[Wanting], now: float) -> None:

@@ -145,8 +145,7 @@ class Tickets:
             self._wake.set()
 
     def waiting_for(self, key: AttemptKey) -> str | None:
-        group = self._waiting.group_of(key)
-        return None if group is None else group.reason
+        return self._waiting.reason(key)
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         """Its ticket says so, where claims of all homes are weighed against each other."""
@@ -181,7 +180,7 @@ class Tickets:
             for post in list(self._posts.values()):
                 if post.key not in self._waiting.groups:
                     asks += self._withdrawals(post)
-            for group in sorted(self._waiting.groups.values(), key=lambda g: g.heap[0][0]):
+            for group in sorted(self._waiting.groups.values(), key=lambda g: g.order):
                 asks += self._asks(group, refresh)
             if not asks:
                 return
@@ -256,7 +255,7 @@ class Tickets:
 
     def _claim(self, post: _Post, group: Group, stall: _Stall, wanted: int, now: float) -> Claim:
         top = group.top
-        near = Counter(peer for _, _, unit in group.heap[:64] for peer in unit.near)
+        near = Counter(peer for unit in group.units(64) for peer in unit.near)
         return Claim(
             id=post.id,
             cell=stall.cell.key,
@@ -269,6 +268,7 @@ class Tickets:
             deadline_in_s=None if top.deadline_at is None else top.deadline_at - now,
             avoid=tuple(sorted(group.avoid))[:8],
             near=tuple(peer for peer, _ in near.most_common(NEAR_MAX)),
+            owner=top.owner[:64],
         )
 
     async def _send(self, asks: list[tuple[_Post, _Stall, Claim]]) -> None:

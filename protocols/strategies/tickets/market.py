@@ -27,11 +27,13 @@ from dataclasses import dataclass, field
 from ...config import Config
 from ...matching import plus, slots, unmet
 from ...messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
+from ..shares import Shares
 
 ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
 Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 #: how far down a line a claim is looked for that does not avoid a peer
 LINE_DEPTH = 15
+TURNS_MAX = 256
 REDEMPTIONS_MAX = 500  # a ticket may be in two cells
 LINE_SLACK = 64
 #: a claim whose units are younger by less than this keeps its place
@@ -85,6 +87,7 @@ class Market:
         self._count = 0
         self._runtime_s = config.claim_answer_s
         self._left_before = (-1.0, 0)
+        self._shares = Shares()  # of owners whose claims wait here
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -283,6 +286,9 @@ class Market:
         booked.base, booked.at = booked.free, now
         standing.matched += count + queued
         standing.matched_at = now
+        if self._shares.contended:
+            each = max(1, claim.needs.capacity.millicores) / 1000 * (claim.runtime_s or 1.0)
+            self._shares.give(claim.owner, (count + queued) * each)
         return booked.member.contact.id, self._redemption(standing, count + queued)
 
     def _redemption(self, standing: _Standing, count: int, hold: bool = False) -> Redemption:
@@ -304,7 +310,7 @@ class Market:
 
     def _serve(self, standing: _Standing, now: float, but: bytes = b"") -> list[Match]:
         """A claim against all tickets: see `_place` for their order."""
-        if not standing.left:
+        if not standing.left or self._comes_later(standing):
             return []
         claim = standing.claim
         needs = claim.needs.capacity
@@ -348,6 +354,24 @@ class Market:
             for peer, (now_count, queued) in given.items()
         ]
 
+    def _who_waits(self) -> bool:
+        """More than one owner does."""
+        if len(self._claims) > 1:
+            self._shares.only({s.claim.owner for s in self._claims.values() if s.left})
+        return len(self._claims) > 1 and self._shares.contended
+
+    def _comes_later(self, standing: _Standing) -> bool:
+        """Another owner, who got less, waits for just this: both wait for tickets, in turn."""
+        if not self._who_waits():
+            return False
+        mine = standing.claim
+        return any(
+            s.left
+            and s.claim.needs == mine.needs
+            and self._shares.given(s.claim.owner) < self._shares.given(mine.owner)
+            for s in self._claims.values()
+        )
+
     def _chunk(self, booked: _Booked, claim: Claim) -> int:
         """Units that are worth a message."""
         if claim.runtime_s is None:
@@ -371,12 +395,14 @@ class Market:
         known.base, known.at = known.free, now
         rows: list[Redemption] = []
         left = self._config.leases_max  # no peer leases more at a time
+        in_turn = self._who_waits()
         for queued in (False, True):
             while left and len(rows) < REDEMPTIONS_MAX:
                 standing = self._first(known, queued, now)
                 if standing is None:
                     break
                 count = min(left, standing.left, self._room(known, standing.claim, queued))
+                count = 1 if in_turn else count
                 left -= count
                 split = (0, count) if queued else (count, 0)
                 rows.append(self._give(standing, known, *split, now)[1])
@@ -393,7 +419,7 @@ class Market:
             if not self._meets(booked, needs):
                 continue
             head = self._head(needs, peer, now)
-            if head is None or (best is not None and head[:2] >= best[:2]):
+            if head is None or (best is not None and self._turn(head) >= self._turn(best)):
                 continue
             if self._room(booked, head[2].claim, queued):
                 best = head
@@ -406,10 +432,18 @@ class Market:
         if not line:
             del self._lines[needs]
             return None
+        if self._shares.contended:
+            some = [e for e in line[:TURNS_MAX] if _counts(e)]
+            some = [e for e in some if not self._avoids(e[2], peer, now)]
+            return min(some, key=self._turn, default=None)
         if not self._avoids(line[0][2], peer, now):
             return line[0]
         few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
         return next((e for e in few if _counts(e) and not self._avoids(e[2], peer, now)), None)
+
+    def _turn(self, entry: tuple[float, int, _Standing]) -> tuple[float, float, int]:
+        """Who got least is next; then by the order of claims."""
+        return self._shares.given(entry[2].claim.owner), entry[0], entry[1]
 
     # ----------------------------------------------------------------- as time goes by
 
