@@ -25,6 +25,7 @@ from typing import Any
 
 from peer.home import Home
 from peer.run import Run, TaskState
+from protocols.admission import NO_DEADLINE_S
 from protocols.keeping.keeping import Deposed
 from protocols.matching import explain, unmet
 from protocols.messages import (
@@ -42,6 +43,7 @@ from protocols.messages import (
     Work,
 )
 from protocols.rpc import Refused
+from protocols.strategies.shares import Shares
 from protocols.strategy import READ_BYTES_MIN, Placed, Placement, Unit
 from workflow.model import Workflow
 
@@ -61,6 +63,38 @@ Row = tuple[float, int, Unit]
 def site_id(name: str) -> bytes:
     """In the journal a site stands where else a peer does."""
     return hashlib.blake2b(f"site:{name}".encode(), digest_size=20).digest()
+
+
+class _Heaps:
+    """Units that wait: owners take turns, and of each what is due first comes first."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._by_owner: dict[str, list[Row]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_owner)
+
+    def push(self, row: Row) -> None:
+        heapq.heappush(self._by_owner.setdefault(row[2].owner, []), row)
+
+    def pop(self) -> Row:
+        owner = self._shares.next(self._by_owner)
+        heap = self._by_owner[owner]
+        row = heapq.heappop(heap)
+        if not heap:
+            del self._by_owner[owner]
+        self._shares.give(owner, _core_seconds(row[2]))
+        return row
+
+    def back(self, row: Row) -> None:
+        """It was not taken after all."""
+        self._shares.give(row[2].owner, -_core_seconds(row[2]))
+        self.push(row)
+
+
+def _core_seconds(unit: Unit) -> float:
+    return max(1, unit.needs.capacity.millicores) / 1000 * (unit.runtime_s or 1.0)
 
 
 @dataclass(slots=True)
@@ -98,7 +132,8 @@ class Pulled:
         self._sites = sites
         self._now = now
         self._units: dict[AttemptKey, Unit] = {}
-        self._heaps: dict[str | None, list[Row]] = defaultdict(list)
+        self._shares = Shares()
+        self._heaps: dict[str | None, _Heaps] = defaultdict(lambda: _Heaps(self._shares))
         self._order = 0
         self._near = 0  # units whose files are known to be somewhere
 
@@ -111,8 +146,10 @@ class Pulled:
                 self._units[unit.key] = unit
                 self._near += bool(unit.near)
                 self._order += 1
-                row = (self._now() - unit.rank, self._order, unit)
-                heapq.heappush(self._heaps[unit.needs.site], row)
+                no_deadline = self._now() + NO_DEADLINE_S
+                due_at = no_deadline if unit.deadline_at is None else unit.deadline_at
+                self._shares.waits(unit.owner)
+                self._heaps[unit.needs.site].push((due_at - unit.rank, self._order, unit))
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
@@ -128,10 +165,10 @@ class Pulled:
         elsewhere: list[Row] = []
         spare = count
         for which in (site.name, None):
-            heap = self._heaps.get(which, [])
+            heap = self._heaps[which]
             passed: list[Row] = []
             while heap and len(found) < WORKS_MAX and len(passed) < PASSED_MAX:
-                row = heapq.heappop(heap)
+                row = heap.pop()
                 unit = row[2]
                 if self._units.get(unit.key) is not unit:
                     continue  # withdrawn
@@ -148,19 +185,20 @@ class Pulled:
                     if not self._near:
                         break
             for row in passed:
-                heapq.heappush(heap, row)
+                heap.back(row)
         for row in (*others, *elsewhere):
             if spare > 0:
                 found.append(row[2])
                 spare -= 1
             else:
-                heapq.heappush(self._heaps[row[2].needs.site], row)
+                self._heaps[row[2].needs.site].back(row)
         for unit in found:
             self._forget(unit)
         return found
 
     def _forget(self, unit: Unit) -> None:
         del self._units[unit.key]
+        self._shares.leaves(unit.owner)
         self._near -= bool(unit.near)
 
     def waiting_for(self, key: AttemptKey) -> str | None:

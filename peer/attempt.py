@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
+import shutil
 import stat
 import sys
 import threading
@@ -25,6 +27,7 @@ import msgpack
 from protocols.messages import CHECKED_OUTCOME, File, Moved, Outcome, Value, Work
 from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
+from workflow.schema import STRICT_SHELL
 
 from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file, is_plain, open_plain
 from .nursery import MARKER
@@ -246,6 +249,8 @@ class Attempt:
     async def _command(self, command: tuple[str, ...]) -> None:
         new = not self._left
         self._left = True
+        if command[: len(STRICT_SHELL)] == STRICT_SHELL and not _has_bash():
+            command = ("sh", "-eu", "-c", *command[len(STRICT_SHELL) :])  # as strict as it can be
         environment = self._environment()
         if self._sandbox is not None:
             if self.work.call is not None:
@@ -594,6 +599,11 @@ def _read_reply(path: Path) -> dict[str, Any] | None:
             return read_reply(file.read(REPLY_BYTES_MAX))
     except OSError:
         return None
+
+
+@functools.cache
+def _has_bash() -> bool:
+    return shutil.which("bash", path=SEARCHED) is not None
 
 
 def _usage(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:

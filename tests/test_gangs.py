@@ -45,7 +45,13 @@ def test_a_task_for_several_peers_is_a_task_for_each_of_them() -> None:
         "  sweep: {foreach: [x], peers: 2, command: 'true', after: [after]}\n"
     )
     gang = tuple(f"solve[rank={rank}]" for rank in range(3))
-    assert [found.tasks[name].command for name in gang][2] == ("sh", "-c", "solve 2")
+    assert [found.tasks[name].command for name in gang][2] == (
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        "solve 2",
+    )
     assert all(found.tasks[name].gang == gang for name in gang)
     assert found.parents["solve[rank=2]"] == ("before",)
     assert found.parents["after"] == gang  # only all of it has made what others wait for

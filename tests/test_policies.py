@@ -234,7 +234,7 @@ def test_all_of_a_branch_begin_anew_in_the_next_way() -> None:
     run.apply("reopened", {"tasks": found.reopened}, 3.0, 1)
     run.apply("lost", {"attempts": found.lost}, 3.0, 1)
     assert not any(vars_of(mend_branch(run, "mapping"))), "once is enough"
-    assert run.spec("index").command == ("sh", "-c", "echo plain > index")
+    assert run.spec("index").command == ("bash", "-euo", "pipefail", "-c", "echo plain > index")
     assert run.tasks["align"].missing == 1 + 1, "it waits for the new index"
 
 

@@ -18,10 +18,15 @@ TEXT_INPUT_BYTES_MAX = 1_000_000
 GANG_PEERS_MAX = 256
 
 
+#: a command that is one text: it ends at the first command that fails, also within a pipe, and at
+#: a variable that is not set
+STRICT_SHELL = ("bash", "-euo", "pipefail", "-c")
+
+
 def _words(value: object) -> object:
     """A command: words, where YAML's numbers are words too; one text is a shell's line."""
     if isinstance(value, str):
-        return ["sh", "-c", value]
+        return [*STRICT_SHELL, value]
     if isinstance(value, list):
         return [
             str(word) if isinstance(word, int | float) and not isinstance(word, bool) else word
