@@ -243,7 +243,7 @@ class Enactment:
 
     async def leave(self, grace_s: float) -> None:
         """Accept nothing, finish or hand back, get outcomes home, hand on what nobody else has."""
-        self.home.closed = self._transfer.closed = True
+        self.home.closed = self._transfer.closed = self.elections.closed = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         await self.executor.leave(grace_s)

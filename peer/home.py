@@ -86,6 +86,7 @@ RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
 CREATE_S_MAX = 10.0
 COUNT_S_MAX = 10.0
+RETURN_S = 8.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 WON = "succeeded"
 
@@ -158,6 +159,7 @@ class Home:
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
         self._unpublished: set[str] = set()
+        self._waits_until = 0.0
         self._published_at = 0.0
         rpc.on(Report, self._report)
         rpc.on(StillWanted, self._still_wanted)
@@ -286,6 +288,8 @@ class Home:
 
     def take_up(self, id: str) -> None:
         """This peer is its home now: go on as the journal says."""
+        if self.closed:
+            return  # it leaves, perhaps with all others: who is here then goes on
         if self.journal.tasks(id) > AT_ONCE_TASKS_MAX:
             self._spawn(self._take_up_large(id))
         else:
@@ -353,11 +357,20 @@ class Home:
     def _held_somewhere(self, file: File | None) -> bool:
         if file is None:
             return False
-        return file.hash in self._blobs or any(map(self._members.is_here, file.holders))
+        if file.hash in self._blobs or any(map(self._members.is_here, file.holders)):
+            return True
+        # after a start: others that were stopped with this peer may be about to be back
+        young = asyncio.get_running_loop().time() < self._waits_until
+        return young and any(map(self._may_return, file.holders))
+
+    def _may_return(self, peer: bytes) -> bool:
+        member = self._members.get(peer)
+        return member is None or member.state != State.DEAD
 
     def settle(self) -> None:
         """The others are known, or nobody answered for a while."""
         self.given.settled = True
+        self._waits_until = asyncio.get_running_loop().time() + RETURN_S
         for run in self.active():
             self._begin(run)
 
@@ -478,7 +491,7 @@ class Home:
     # ----------------------------------------------------------------- placing
 
     def _place_ready(self, run: Run, among: Iterable[TaskState] | None = None) -> None:
-        if run.over or run.cancelling or not self.given.settled:
+        if run.over or run.cancelling or self.closed or not self.given.settled:
             return
         units, gangs = [], []
         seen: set[tuple[str, ...]] = set()
@@ -613,12 +626,7 @@ class Home:
                 lost[maker] = f"{file.name} was lost with the only peer that held it"
         if not lost:
             return True
-        again = [(m, why) for m, why in lost.items() if run.tasks[m].state == "succeeded"]
-        if again:
-            self._write(run, "reopened", {"tasks": again})
-            self.counts["reopened"] += len(again)
-            self._mend_those(run, [m for m, _ in again])
-            self._place_ready(run, [run.tasks[m] for m, _ in again])
+        self._reopen(run, [(m, why) for m, why in lost.items() if run.tasks[m].state == WON])
         return False
 
     def placed(self, batch: list[Placed]) -> None:
@@ -1078,11 +1086,15 @@ class Home:
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         peer = new.contact.id
+        if self.closed:
+            return  # others may be leaving with this one, and be back with it: nothing is lost
         if new.state >= State.DEAD:
             what = "died" if new.state == State.DEAD else "left"
             lost = [(key, f"its peer {peer.hex()[:8]} {what}") for key in self.given.to(peer)]
             if lost:
                 self._lost(lost)
+            for run in self.active():
+                self._reopen_lost(run, peer)
         elif old is not None and old.boot != new.boot:
             self.given.doubt(peer)  # it was started anew: ask what it still has
         elif new.state == State.SUSPECT:
@@ -1090,6 +1102,27 @@ class Home:
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
             for run in self.active():  # what waited for its files, or for its kind of peer
                 self._place_ready(run)
+
+    def _reopen_lost(self, run: Run, peer: bytes) -> None:
+        """What only that peer had, and somebody will read, is made again now: not when its reader
+        has found out."""
+        lost: dict[str, str] = {}
+        for name, maker in run.workflow.producers.items():
+            if run.tasks[maker].state != WON or maker in lost:
+                continue
+            file = run.file(name)
+            if file is None or peer not in file.holders or self._held_somewhere(file):
+                continue
+            if run.readers(name):
+                lost[maker] = f"{name} was lost with the only peer that held it"
+        self._reopen(run, list(lost.items()))
+
+    def _reopen(self, run: Run, again: list[tuple[str, str]]) -> None:
+        if again:
+            self._write(run, "reopened", {"tasks": again})
+            self.counts["reopened"] += len(again)
+            self._mend_those(run, [m for m, _ in again])
+            self._place_ready(run, [run.tasks[m] for m, _ in again])
 
     def _run_elsewhere(self, peer: bytes) -> None:
         """It may be dead, or just slow. What has not run long begins at another peer too: should

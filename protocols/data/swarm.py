@@ -44,6 +44,7 @@ CROWD_S = 60.0  # after the last one asked, it has dispersed
 COPIES_GIVE = 3
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 5.0
 CORRUPT_MAX = 3
+GONE = "it is gone"
 STALL_S = 30.0
 SEEK_S = 2.0  # between two looks into the catalog
 LIES_MAX = 4
@@ -294,8 +295,13 @@ class Swarm:
     def _add(self, fetch: _Fetch, peers: Iterable[bytes], reader: bool = False) -> None:
         for peer in peers:
             contact = self._members.contact(peer)
-            known = peer in fetch.sources or peer in fetch.dropped or peer == self._rpc.me.id
-            if contact is not None and not known and len(fetch.sources) < SOURCES_MAX:
+            if peer in fetch.sources or peer in fetch.dropped or peer == self._rpc.me.id:
+                continue
+            if contact is None:
+                fetch.unreached = True  # nobody says that it is dead: it may be of another cluster
+            elif not self._members.is_here(peer):
+                fetch.dropped[peer] = GONE  # nobody waits for the dead
+            elif len(fetch.sources) < SOURCES_MAX:
                 fetch.sources[peer] = _Source(contact, reader=reader)
 
     def _drop(self, fetch: _Fetch, peer: bytes, why: str) -> None:
@@ -446,6 +452,9 @@ class Swarm:
             fetch.under_way.discard(index)
 
     async def _ask(self, fetch: _Fetch, index: int, source: _Source, insist: bool) -> Chunk | None:
+        if not self._members.is_here(source.contact.id):
+            self._drop(fetch, source.contact.id, GONE)
+            return None
         source.on_the_way += 1
         try:
             message = ReadChunk(hash=fetch.file.hash, index=index, insist=insist)
@@ -492,8 +501,8 @@ class Swarm:
         peer = source.contact.id
         if isinstance(error, Refused) and error.code == "missing":
             self._drop(fetch, peer, str(error))
-        elif not self._members.is_here(peer) and source.failures:
-            self._drop(fetch, peer, "it is gone")
+        elif not self._members.is_here(peer):
+            self._drop(fetch, peer, GONE)
         else:
             fetch.unreached = True
             self._leave_alone(source, str(error))

@@ -63,6 +63,7 @@ class Elections:
         self._seen: dict[str, int] = {}  # the highest epoch heard of, where it was above ours
         self._lost_since: dict[str, float] = {}
         self._started = False
+        self.closed = False  # this peer leaves: it stands for nothing any more
         keeping.on_vacant = self.vacant
         keeping.on_followed = self.followed
         keeping.on_keeper_back = self.back
@@ -175,6 +176,10 @@ class Elections:
 
     async def _stand(self, batch: list[str]) -> None:
         keeping = self._keeping
+        if self.closed:
+            for workflow in batch:
+                self._due.pop(workflow, None)
+            return
         known = {w: max(self._seen.get(w, 0), keeping.replicas[w].promised) for w in batch}
         epochs = {w: next_epoch(known[w], keeping.rpc.me.id) for w in batch}
         epochs = {w: e for w, e in epochs.items() if in_era(e, keeping.replicas[w].last_epoch)}
