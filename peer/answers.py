@@ -20,6 +20,7 @@ from protocols.messages import (
     ListedWorkflows,
     ListWorkflows,
     Moved,
+    Value,
 )
 from protocols.rpc import Rpc
 from workflow.plan import levels
@@ -36,6 +37,7 @@ FILES_PER_PAGE = 5000
 EVENT_WAIT_S_MAX = 15.0
 VALUES_PER_PAGE = 20_000
 VALUES_BYTES_MAX = 2 * 2**20
+OTHERS_MAX = 10_000
 SMALL_VALUES_MAX = 100
 SMALL_VALUES_BYTES_MAX = 16 * 1024
 
@@ -77,6 +79,7 @@ class Answers:
             "workflow": self._workflow,
             "tasks": self._tasks,
             "values": self._values,
+            "value": self._value,
             "task": self._task,
             "log": self._log,
             "events": self._events,
@@ -245,7 +248,32 @@ class Answers:
                 return b'{"values":{%s},"next":%d}' % (b",".join(rows), names.index(name))
             rows.append(b"%s:%s" % (json.dumps(name).encode(), data))
             size += len(data)
-        return b'{"values":{%s},"next":null}' % b",".join(rows)
+        others = [
+            name
+            for name, task in run.tasks.items()
+            if name not in run.taken and _is_other(task.won.value if task.won is not None else None)
+        ]
+        listed = json.dumps(others[:OTHERS_MAX]).encode()
+        return b'{"values":{%s},"next":null,"others":%s}' % (b",".join(rows), listed)
+
+    def _value(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+        """One, whatever it is: where its bytes are, or the bytes themselves."""
+        task = self._find(run, arguments["task"])
+        value = run.value(task.id)
+        if value is None:
+            raise Problem(404, f"{task.id} is {task.state} and has no value")
+        file = value.file
+        return _Kept(
+            encoding=value.encoding,
+            data=value.data.hex(),
+            file=None
+            if file is None
+            else _Located(
+                hash=file.hash.hex(),
+                size=file.size,
+                holders=_hex(self._home.held_too(file).holders),
+            ),
+        )
 
     def _row(self, task: TaskState) -> dict[str, Any]:
         last = task.attempts[-1] if task.attempts else None
@@ -454,6 +482,17 @@ class _Located(BaseModel):
     hash: str
     size: int
     holders: list[str]
+
+
+class _Kept(BaseModel):
+    encoding: str
+    data: str
+    file: _Located | None
+
+
+def _is_other(value: Value | None) -> bool:
+    """It is not among those that a list of values in JSON can have."""
+    return value is not None and (value.encoding != "json" or value.file is not None)
 
 
 def _hex(ids: tuple[bytes, ...]) -> list[str]:

@@ -182,6 +182,9 @@ class TaskPage(BaseModel):
 class ValuePage(BaseModel):
     values: dict[str, Any] = Field(description="by task; those of calls that no other task takes")
     next: int | None = Field(description="pass as `start` for the next page")
+    others: list[str] = Field(
+        [], description="on the last page: calls whose value is a pickle, or large: …/tasks/T/value"
+    )
 
 
 class LogView(BaseModel):

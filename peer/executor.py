@@ -502,6 +502,8 @@ class Executor:
             held.ahead.over.set()
             found = {**found, "moved": _moved(found.get("moved"), held.ahead.moved)}
         times = (held.queued_at, held.started_at, self._clock())
+        if self._admission.traits.speed not in (0.0, 1.0):
+            found = {**found, "speed": self._admission.traits.speed}
         try:
             ended = outcome(held.work, found, times)
         except ValidationError as error:

@@ -31,13 +31,14 @@ from protocols.messages import (
 from protocols.rpc import CallFailed, Refused, Rpc
 from workflow.model import Workflow
 from workflow.problems import DocumentError
+from workflow.quantities import show_seconds
 
 from . import api
 from .answers import MOVED, VOID_STATUS, Answers, Problem
 from .database import DatabaseError
 from .home import Home
 from .locate import VOID_HOME, Locate
-from .work import read_document
+from .work import due_at, read_document
 
 log = logging.getLogger("valence.gateway")
 
@@ -149,6 +150,11 @@ class Gateway:
             first = str(error.problems[0])
             detail = first if count == 1 else f"{count} problems; the first is {first}"
             raise Problem(422, detail, errors) from None
+        now = self._home.now()
+        due = due_at(workflow, now)
+        if due is not None and due <= now:
+            late = f"{workflow.deadline} is {show_seconds(now - due)} ago: a deadline is ahead"
+            raise Problem(422, late, [api.FieldProblem(pointer="/deadline", message=late)])
         id = new_id(self._rpc.me.id, self._rng, self.prefix)
         if "idempotency" in options:
             options["document"] = hashlib.sha256(text).hexdigest()

@@ -452,6 +452,10 @@ class Home:
         """What one failure would cost, in words."""
         return risk(self.journal.keeping.places(self.keepers(run)))
 
+    def now(self) -> float:
+        """On the wall clock."""
+        return self._clock()
+
     def active(self) -> list[Run]:
         return list(self._active.values())
 

@@ -277,6 +277,20 @@ class Http:
             await self._gateway.ask_raw(_sees(request), _id(request), "values", start=start)
         )
 
+    async def _value(self, request: web.Request) -> web.StreamResponse:
+        """As the call returned it: JSON, or a pickle."""
+        task = request.match_info["task"]
+        found = await self._gateway.ask(_sees(request), _id(request), "value", task=task)
+        headers = {"X-Valence-Encoding": found["encoding"], "X-Content-Type-Options": "nosniff"}
+        if found["file"] is None:
+            body = bytes.fromhex(found["data"])
+        else:
+            kept = found["file"]
+            file = _file("value", kept["hash"], kept["size"], kept["holders"])
+            body = b"".join([part async for part in self._transfer.read(file, 0, file.size)])
+        kind = "application/json" if found["encoding"] == "json" else "application/octet-stream"
+        return web.Response(body=body, content_type=kind, headers=headers)
+
     async def _tasks(self, request: web.Request) -> web.Response:
         return _json(
             await self._gateway.ask(

@@ -97,6 +97,14 @@ ROUTES = (
     ),
     Route(
         "GET",
+        "/v1/workflows/{id}/tasks/{task}/value",
+        "value",
+        "What a call returned: JSON, or a pickle (`X-Valence-Encoding` says which).",
+        "application/octet-stream",
+        errors=(404,),
+    ),
+    Route(
+        "GET",
         "/v1/workflows/{id}/tasks",
         "tasks",
         "Its tasks, in an order in which they can run.",

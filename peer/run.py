@@ -327,7 +327,8 @@ class Run:
 
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:
-            took = max(1e-4, ended.ended_at - ended.started_at)
+            # as long as it would take on a peer of speed 1
+            took = max(1e-4, ended.ended_at - ended.started_at) * ended.speed
             for kind in self._kinds_of(self.workflow.tasks[task.id]):
                 before = self.runtimes.get(kind)
                 self.runtimes[kind] = took if before is None else before + (took - before) / 4

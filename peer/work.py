@@ -109,7 +109,11 @@ def _value(run: Run, task: str, held_too: Callable[[File], File]) -> Value:
 
 def deadline_at(run: Run) -> float | None:
     """On the wall clock."""
-    text = run.workflow.deadline
+    return due_at(run.workflow, run.submitted_at)
+
+
+def due_at(workflow: Workflow, submitted_at: float) -> float | None:
+    text = workflow.deadline
     if text is None:
         return None
     try:
@@ -117,9 +121,9 @@ def deadline_at(run: Run) -> float | None:
     except ValueError:
         pass
     else:
-        return run.submitted_at + number
+        return submitted_at + number
     try:
-        return run.submitted_at + quantities.seconds(text)
+        return submitted_at + quantities.seconds(text)
     except ValueError:
         return datetime.fromisoformat(text).timestamp()
 

@@ -117,6 +117,8 @@ class Admission:
     # ----------------------------------------------------------------- asking
 
     def reserve(self, home: bytes, room: Room, now: float) -> Grant:
+        if room.runtime_s is not None and self.traits.speed not in (0.0, 1.0):
+            room = room._replace(runtime_s=room.runtime_s / self.traits.speed)  # as it is here
         if self.closed:
             return Grant(refusal=self.closed)
         missing = unmet(self.capacity, self.traits, room.needs)

@@ -234,6 +234,7 @@ class Outcome(NamedTuple):
     # inputs that nobody has any more, as all who were said to hold them have answered
     missing: Annotated[tuple[Hash, ...], Field(max_length=1000)] = ()
     by: PeerId | None = None  # the pilot, where a queue gave the attempt to its site
+    speed: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # of the peer that ran it
 
 
 class GangTag(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import secrets
 import sys
 import time
@@ -24,6 +25,7 @@ from .client import Client, Problem, Unreachable, Workflow
 from .display import Display, Progress
 
 AWAY_S = 2.0
+_JSON_TYPES = (type(None), bool, int, float, str, list, dict)
 
 Command = Callable[[argparse.Namespace, Display], int]
 
@@ -553,6 +555,11 @@ def _get(options: argparse.Namespace, display: Display) -> int:
         target.mkdir(parents=True, exist_ok=True)
         # never over a file of the workflow's own
         path = target / ("values.json" if "values.json" not in names else "valence-values.json")
+        pickled = {name: value for name, value in values.items() if not _is_json(value)}
+        for number, (name, value) in enumerate(pickled.items()):
+            other = target / f"value-{number}.pickle"
+            other.write_bytes(pickle.dumps(value))
+            values[name] = {"pickle": other.name}
         path.write_text(json.dumps(values, indent=2) + "\n")
         fetched.append({"name": path.name, "path": str(path), "size": path.stat().st_size})
         if not options.json:
@@ -563,6 +570,13 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     elif not fetched and not missing:
         display.error("there is nothing to fetch")
     return 1 if missing or not fetched else 0
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value) and type(value) in _JSON_TYPES
+    except (TypeError, ValueError):
+        return False
 
 
 def _json(display: Display, value: Any) -> int:

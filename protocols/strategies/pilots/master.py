@@ -583,8 +583,9 @@ class Master:
         """Seconds of all of a pilot that one such unit takes."""
         member = self._members.get(pilot)
         capacity = member.capacity if member is not None else Capacity(millicores=1000)
+        speed = (member.traits.speed if member is not None else 1.0) or 1.0
         at_once = max(1, slots(capacity, order.wanting.needs.capacity))
-        return (order.wanting.runtime_s or 0.0) / at_once
+        return (order.wanting.runtime_s or 0.0) / speed / at_once
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

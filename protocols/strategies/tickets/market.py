@@ -483,7 +483,8 @@ def _counts(entry: tuple[float, int, _Standing]) -> bool:
 def _share_s(booked: _Booked, claim: Claim) -> float:
     """Of its peer's time, what one unit takes."""
     needs = max(1, claim.needs.capacity.millicores)
-    return (claim.runtime_s or 0.0) * needs / max(1, booked.member.capacity.millicores)
+    runtime_s = (claim.runtime_s or 0.0) / (booked.member.traits.speed or 1.0)
+    return runtime_s * needs / max(1, booked.member.capacity.millicores)
 
 
 def _merged(rows: list[Redemption]) -> list[Redemption]:
