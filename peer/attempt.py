@@ -29,7 +29,7 @@ from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 from workflow.schema import STRICT_SHELL
 
-from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file, is_plain, open_plain
+from .blobs import BlobError, Blobs, QuotaFull, copy_file, is_plain, open_plain
 from .nursery import MARKER
 from .processes import (
     REPLY_BYTES_MAX,
@@ -149,8 +149,9 @@ class Attempt:
             if self._disk_is_full():  # who knows what it could not write; elsewhere it may
                 reason = f"this peer's disk is full: {error}"
                 return {**self.result, "kind": "returned", "reason": reason[:2000]}
-            passing = isinstance(error, QuotaFull) and not isinstance(error, NeverFits)
-            kind = "returned" if passing or isinstance(error, Unavailable) else "failed"
+            # what does not fit here, now or ever, may fit elsewhere
+            elsewhere = isinstance(error, QuotaFull | Unavailable)
+            kind = "returned" if elsewhere else "failed"
             found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
             if isinstance(error, TaskFailed):
                 found["exit_code"] = error.exit_code

@@ -34,6 +34,7 @@ from protocols.data.cache import (
     Room,
     TooLarge,
     WrongHash,
+    is_own,
 )
 from protocols.data.sheet import CHUNK_BYTES_MIN, Sheet, count, span
 
@@ -129,6 +130,15 @@ class Blobs:
                 os.link(self._place(hash), self._place(hash, hold))
             self.cache.add(hash, self.cache.size(hash) or 0, hold)
         return True
+
+    def delete(self, hash: bytes, hold: str | None) -> bool:
+        """An upload of that owner (None: of any), by its owner. False: there is none here."""
+        found = [h for h in self.cache.holds(hash) if is_own(h) and hold in (None, h)]
+        for one in found:
+            self.release(one, [hash])
+        if found and not self.cache.holds(hash) and not self.cache.is_pinned(hash):
+            self.drop(hash)
+        return bool(found)
 
     def release(self, hold: str, hashes: Iterable[bytes]) -> None:
         """That workflow does not want them any more."""

@@ -65,7 +65,7 @@ from .gang import REASON_MAX, Company, Mending, mend
 from .given import Given
 from .journal import Journal
 from .reasons import waiting_for
-from .run import FINAL, Run, TaskState
+from .run import FINAL, AttemptState, Run, TaskState
 from .shelf import VOID
 from .slow import Slow
 from .stage import Stage
@@ -79,6 +79,7 @@ log = logging.getLogger("valence.home")
 RUNS_REMEMBERED = 1000
 ENDED_TASKS_MAX = 100_000  # of all that are remembered: the others are read from the journal
 ACTIVE_MAX = 1000
+OWNER_ACTIVE_MAX, OWNER_TASKS_MAX = 500, 500_000
 LOSSES_MAX = 30
 PUBLISH_S = 0.3
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
@@ -203,6 +204,14 @@ class Home:
             raise Refused("leaving", "this peer is leaving; submit to another one")
         if len(self._active) >= ACTIVE_MAX:
             raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
+        mine = [run for run in self._active.values() if run.owner == owner]
+        tasks = sum(len(run.tasks) for run in mine) + len(workflow.tasks)
+        if len(mine) >= OWNER_ACTIVE_MAX or (mine and tasks > OWNER_TASKS_MAX):
+            raise Refused(
+                "overload",
+                f"you have {len(mine)} workflows with {tasks - len(workflow.tasks):,} tasks "
+                "running from here already; wait for some, or submit to another peer",
+            )
         named = "idempotency" in options  # else the id was drawn a moment ago
         kept = self.journal.keeping.follows(id) is not None
         if named and (kept or self.knows(id) or self.journal.is_void(id)):
@@ -581,7 +590,11 @@ class Home:
     def _unit(self, run: Run, task: TaskState, deadline: float | None) -> Unit:
         avoid: frozenset[bytes] = frozenset()
         if task.attempts:
-            avoid = frozenset(a.peer for a in task.attempts if a.state in ("failed", "lost"))
+            avoid = frozenset(
+                a.peer
+                for a in task.attempts
+                if a.state in ("failed", "lost") or (a.state == "returned" and _began(a))
+            )
         return Unit(
             AttemptKey(run.id, task.id, task.number + 1),
             wire_needs(run.needs(task.id)),
@@ -1223,6 +1236,11 @@ _identity = id
 
 def _key(run: Run, task: str, number: int) -> AttemptKey:
     return AttemptKey(run.id, task, number)
+
+
+def _began(attempt: AttemptState) -> bool:
+    """It ran, or fetched what it reads; and was not just handed back."""
+    return attempt.outcome is not None and attempt.outcome.started_at > 0
 
 
 def _gang(parts: list[Unit]) -> Unit:

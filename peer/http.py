@@ -7,6 +7,7 @@ whatever raised it; an unexpected one is logged here and told as 500 without its
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from workflow.tree import DOCUMENT_BYTES_MAX
 
 from . import api
 from .answers import Problem
-from .blobs import BlobError, Blobs
+from .blobs import OWN, BlobError, Blobs
 from .doors import Doors, Rates
 from .gateway import Gateway
 from .metrics import CONTENT_TYPE, Metrics
@@ -33,7 +34,8 @@ from .transfer import Transfer
 
 log = logging.getLogger("valence.http")
 
-STREAMS_MAX = 200
+STREAMS_MAX = 1000
+STREAMS_PER_OWNER_MAX = 100
 EVENT_WAIT_S = 10.0
 WAIT_S_MAX = 10.0
 STALL_S = 60.0  # a body that does not come, an answer that is not read
@@ -98,6 +100,7 @@ class Http:
         self._open = 0
         self._open_by: Counter[str] = Counter()
         self._streams = 0
+        self._streams_by: Counter[str] = Counter()  # by owner
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
@@ -152,8 +155,8 @@ class Http:
                 self._open_by[who] += 1
                 if self._open > self._requests_max:
                     raise Problem(503, "too many requests are open here; try again soon")
-                if self._open_by[who] > max(1, self._requests_max * 3 // 4):
-                    raise Problem(429, "too many requests with this token are open here")
+                if self._open_by[who] > max(1, self._requests_max // 2):
+                    raise Problem(429, "you have too many requests open here")
             response = await handler(request)
         except Problem as problem:
             response = _problem(problem)
@@ -205,7 +208,7 @@ class Http:
             if not self._wrong.take(request.remote or "", now):
                 raise Problem(429, "too many wrong tokens from your address; wait") from None
             raise Problem(401, f"{error}: {how}") from None
-        who = grant.id or grant.owner
+        who = grant.owner  # however many tokens one has
         if not self._asked.take(who, now):
             raise Problem(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
         pilots = getattr(request.match_info.handler, "__name__", "") in self.for_pilots
@@ -353,8 +356,12 @@ class Http:
             if match is None:
                 raise Problem(400, "Last-Event-ID: the id of an event, such as 12.0")
             position = int(match[1]), int(match[2])
+        mine = request[_GRANT].owner
         if self._streams >= STREAMS_MAX:
             raise Problem(503, "too many event streams are open here")
+        if self._streams_by[mine] >= STREAMS_PER_OWNER_MAX:
+            most = f"{STREAMS_PER_OWNER_MAX} event streams"
+            raise Problem(429, f"you have {most} open here already; ask another peer, or poll")
         id = _id(request)
         owner = _sees(request)
         page = await self._gateway.ask(owner, id, "events", after=position, wait_s=0)
@@ -362,6 +369,7 @@ class Http:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         self._streams += 1
+        self._streams_by[mine] += 1
         try:
             await response.prepare(request)
             await self._stream(response, (owner, id), position, page)
@@ -372,6 +380,9 @@ class Http:
             pass  # who read it has gone
         finally:
             self._streams -= 1
+            self._streams_by[mine] -= 1
+            if not self._streams_by[mine]:
+                del self._streams_by[mine]
         return response
 
     async def _stream(
@@ -399,15 +410,27 @@ class Http:
     async def _put_blob(self, request: web.Request) -> web.Response:
         hash = _hash(request)
         known = self._blobs.size(hash)
+        hold = _upload_of(request[_GRANT].owner)
+        if hold not in self._blobs.cache.holds(hash):
+            self._blobs.cache.check_upload(hold, known or request.content_length or 0)
         if known is not None:
             await request.release()
             self._blobs.touch(hash)
+            self._blobs.hold(hash, hold)
             self._blob_arrived(hash)
             return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
-        size = await self._blobs.receive(_chunks(request), hash, request.content_length)
+        size = await self._blobs.receive(_chunks(request), hash, request.content_length, hold)
         await self._transfer.announce(hash)
         self._blob_arrived(hash)
         return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
+
+    async def _delete_blob(self, request: web.Request) -> web.Response:
+        hash = _hash(request)
+        grant = request[_GRANT]
+        size = self._blobs.size(hash) or 0
+        if not self._blobs.delete(hash, None if not grant.sees else _upload_of(grant.owner)):
+            raise Problem(404, "you have uploaded no such file to this peer")
+        return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size))
 
     async def _get_blob(self, request: web.Request) -> web.StreamResponse:
         hash = _hash(request)
@@ -455,6 +478,11 @@ class Http:
                 request.transport.abort()
             raise ConnectionResetError from None
         return response
+
+
+def _upload_of(owner: str) -> str:
+    """Under which name a file is held for who brought it."""
+    return f"{OWN}-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
 
 def _problem(problem: Problem) -> web.Response:

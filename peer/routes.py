@@ -183,6 +183,15 @@ ROUTES = (
         scope="submit",
     ),
     Route(
+        "DELETE",
+        "/v1/blobs/{hash}",
+        "delete_blob",
+        "Forget a file that you have uploaded to this peer.",
+        api.BlobView,
+        errors=(400, 404),
+        scope="submit",
+    ),
+    Route(
         "GET",
         "/v1/blobs/{hash}",
         "get_blob",

@@ -16,7 +16,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-OWN = "own"  # held by no workflow: until its retention is over
+OWN = "own"  # held by no workflow: until its retention is over; own-X: brought by the user X
+#: of the quota: what one owner's uploads, and what those of all owners may take. The rest is for
+#: what tasks read and make.
+UPLOADS_OF_ONE, UPLOADS_OF_ALL = 0.4, 0.7
+UPLOADS_MAX = 100_000  # files, of one owner
+
+
+def is_own(hold: str) -> bool:
+    return hold == OWN or hold.startswith(OWN + "-")
 
 
 class BlobError(Exception):
@@ -109,7 +117,7 @@ class Cache:
 
     def held_for(self) -> dict[str, list[bytes]]:
         """By workflow. What users brought is not among it."""
-        return {hold: list(found) for hold, found in self._held_for.items() if hold != OWN}
+        return {hold: list(found) for hold, found in self._held_for.items() if not is_own(hold)}
 
     def release(self, hash: bytes, hold: str) -> None:
         held = self._holds.get(hash)
@@ -159,7 +167,24 @@ class Cache:
 
     def own_bytes(self) -> int:
         """What stays, whoever lets go."""
-        return sum(self._sizes[hash] for hash in self._held_for.get(OWN, ()))
+        own = {hash for hold, found in self._held_for.items() if is_own(hold) for hash in found}
+        return sum(self._sizes[hash] for hash in own)
+
+    def check_upload(self, hold: str, size: int) -> None:
+        """One owner's uploads leave room for others', and those of all for tasks."""
+        mine = self._held_for.get(hold, ())
+        used = sum(self._sizes[hash] for hash in mine)
+        if len(mine) >= UPLOADS_MAX:
+            raise QuotaFull(f"you have {len(mine):,} files here; delete some (DELETE /v1/blobs/…)")
+        for limit, taken, whose in (
+            (int(UPLOADS_OF_ONE * self.quota_bytes), used, "your uploads"),
+            (int(UPLOADS_OF_ALL * self.quota_bytes), self.own_bytes(), "all uploads"),
+        ):
+            if taken + size > limit:
+                raise QuotaFull(
+                    f"{size:,} bytes do not fit: {whose} may take {limit:,} bytes of this peer, "
+                    f"{taken:,} are used; delete some (DELETE /v1/blobs/…), or use another peer"
+                )
 
     def check(self, size: int) -> None:
         """What would never fit is refused at once."""
