@@ -86,7 +86,7 @@ class Delivery:
             raise StorageError(f"{shown(url)}: this peer writes nowhere")
         with self._blobs.pinned([file.hash]):
             await self._transfer.fetch(file)
-            await self._storage.deliver(file.hash, url)
+            await self._storage.deliver(file.hash, url, run.owner)
 
     def _over(self, run: Run, name: str, reason: str) -> None:
         run.delivering.pop(name, None)

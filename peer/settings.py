@@ -81,6 +81,9 @@ class Settings(BaseModel):
     sandbox: str = Field(
         "auto", description="what tasks run in: bwrap, off, or auto: bwrap where it works"
     )
+    local_urls: bool = Field(
+        default=False, description="let workflows deliver to this machine's own addresses"
+    )
     root_tasks: bool = Field(
         default=False, description="let tasks run as root where they can have no other user"
     )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import ipaddress
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
+import aiohttp.abc
 from yarl import URL
 
 from protocols.data.cache import Room
@@ -41,6 +44,8 @@ PART_BYTES = 8 << 20
 AT_ONCE = 4
 STORES_MAX = 64
 TRIES = 4
+OWNER = "user.valence.owner"  # who delivered a file
+LOCAL = "results are not delivered to this machine's own addresses (--local-urls allows it)"
 _QUEUE_BLOB = "/v1/blobs/sha256:[0-9a-f]{64}"
 
 
@@ -166,7 +171,7 @@ class Storage:
 
     # ----------------------------------------------------------------- out
 
-    async def deliver(self, hash: bytes, url: str) -> None:
+    async def deliver(self, hash: bytes, url: str, owner: str) -> None:
         """A blob of this peer's to its destination: whole, or not to be seen there."""
         path, size = self._blobs.path(hash), self._blobs.size(hash) or 0
         scheme = urlsplit(url).scheme
@@ -176,11 +181,14 @@ class Storage:
             elif scheme == "s3":
                 await self._put_s3(path, url)
             else:
-                await asyncio.to_thread(self._put_file, path, url)
+                await asyncio.to_thread(self._put_file, path, url, owner)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _told(url, error) from None
 
     async def _put_http(self, path: Path, size: int, url: str) -> None:
+        if not self._settings.local_urls and _is_local(urlsplit(url).hostname or ""):
+            raise StorageError(f"{shown(url)}: {LOCAL}")
+
         async def parts() -> AsyncIterator[bytes]:
             with path.open("rb") as file:
                 while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
@@ -189,10 +197,21 @@ class Storage:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
         async with (
-            aiohttp.ClientSession(timeout=limit) as session,
-            session.put(url, data=parts(), headers=headers, raise_for_status=True),
+            self._session(limit, self._settings.local_urls) as session,
+            session.put(
+                url, data=parts(), headers=headers, raise_for_status=True, allow_redirects=False
+            ) as response,
         ):
-            pass
+            if response.status >= 300:
+                raise StorageError(f"{shown(url)}: it is elsewhere (HTTP {response.status})")
+
+    def _session(
+        self, limit: aiohttp.ClientTimeout, local: bool, headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientSession:
+        """`local`: this machine may be meant, too."""
+        resolver = aiohttp.ThreadedResolver()
+        connector = aiohttp.TCPConnector(resolver=resolver if local else _Elsewhere(resolver))
+        return aiohttp.ClientSession(timeout=limit, headers=headers, connector=connector)
 
     async def _put_s3(self, path: Path, url: str) -> None:
         import obstore
@@ -207,7 +226,9 @@ class Storage:
         except obstore.exceptions.BaseError as error:
             raise _told(url, error) from None
 
-    def _put_file(self, source: Path, url: str) -> None:
+    def _put_file(self, source: Path, url: str, owner: str) -> None:
+        """Beside it first, then in its place; never in the place of what is another owner's, or
+        was there before."""
         target = self._local(url)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
@@ -215,7 +236,15 @@ class Storage:
             copy_file(source, beside)
             with beside.open("rb") as file:
                 os.fdatasync(file.fileno())
-            beside.replace(target)
+            with contextlib.suppress(OSError):  # where a disk can't say whose it is, it stays
+                os.setxattr(beside, OWNER, owner.encode())
+            try:
+                os.link(beside, target)
+            except FileExistsError:
+                if _owner_of(target) != owner.encode():
+                    text = f"{shown(url)}: there is a file already, and it is not yours"
+                    raise StorageError(text) from None
+                beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
 
@@ -279,6 +308,42 @@ class Storage:
                 },
             )
         return store, unquote(key)
+
+
+class _Elsewhere(aiohttp.abc.AbstractResolver):
+    """Names, but for those that mean this machine: what listens there trusts who is on it."""
+
+    def __init__(self, resolver: aiohttp.abc.AbstractResolver) -> None:
+        self._resolver = resolver
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        kept = [row for row in found if not _is_local(row["host"])]
+        if not kept:
+            raise OSError(f"{host}: {LOCAL}")
+        return kept
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+def _is_local(host: str) -> bool:
+    """An address that is this machine's own, or that only its link has."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False  # a name: see what it stands for
+    found = getattr(found, "ipv4_mapped", None) or found
+    return found.is_loopback or found.is_link_local or found.is_unspecified
+
+
+def _owner_of(path: Path) -> bytes:
+    try:
+        return os.getxattr(path, OWNER)
+    except OSError:
+        return b""
 
 
 async def _number(parts: AsyncIterator[bytes | int | None]) -> int | None:

@@ -22,7 +22,7 @@ from workflow.quantities import show_bytes, show_seconds
 
 from . import local
 from .client import Client, Problem, Unreachable, Workflow
-from .display import Display, Progress
+from .display import Display, Progress, plain
 
 AWAY_S = 2.0
 _JSON_TYPES = (type(None), bool, int, float, str, list, dict)
@@ -476,8 +476,12 @@ def _follow(workflow: Workflow, options: argparse.Namespace, display: Display) -
 
 def _logs(options: argparse.Namespace, display: Display) -> int:
     text = Client().workflow(options.id).log(options.task, options.attempt)
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
+    if display.terminal:
+        display.out.write(plain(text.decode("utf-8", "replace").replace("\r\n", "\n")))
+        display.out.flush()
+    else:  # as it was, for a file or a pipe
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
     return 0
 
 

@@ -1,8 +1,14 @@
-"""What a person sees: colours and a moving bar on a terminal, plain lines everywhere else."""
+"""What a person sees: colours and a moving bar on a terminal, plain lines everywhere else.
+
+What others have written, names, reasons, logs, may have control characters in it that a terminal
+obeys: they are shown, and never sent. Colours of our own are put in under a mark that nobody else
+knows, and only become escapes on the way out.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -17,9 +23,19 @@ _COLOURS = {
     "cancelled": "33", "suspect": "33", "left": "2", "waiting": "2", "skipped": "33",
     "retrying": "33", "error": "31", "bold": "1", "dim": "2",
 }  # fmt: skip
+#: letters of no alphabet, with a number that nobody can guess
+_MARK = f"\ue000{secrets.token_hex(8)}"
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
 BAR_S = 0.1
 LINE_S = 2.0
 TICK_S = 0.5
+
+
+def plain(text: str) -> str:
+    """With control characters shown, not sent."""
+    return text.translate(_CONTROLS)
 
 
 class Display:
@@ -31,20 +47,24 @@ class Display:
 
     def colour(self, text: str, name: str) -> str:
         code = _COLOURS.get(name)
-        return f"\033[{code}m{text}\033[0m" if self.coloured and code else text
+        return f"{_MARK}{code}m{text}{_MARK}0m" if self.coloured and code else text
+
+    def rendered(self, text: str) -> str:
+        """As it goes to the terminal: nothing in it is obeyed but our own colours."""
+        return plain(text).replace(_MARK, "\033[")
 
     def say(self, text: str = "") -> None:
-        print(text, file=self.out, flush=True)
+        print(self.rendered(text), file=self.out, flush=True)
 
     def error(self, text: str) -> None:
         label = "error:"
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             label = f"\033[31m{label}\033[0m"
-        print(f"{label} {text}", file=sys.stderr, flush=True)
+        print(f"{label} {plain(text)}", file=sys.stderr, flush=True)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Columns as wide as they need to be; states in their colours."""
-        texts = [[("" if cell is None else str(cell)) for cell in row] for row in rows]
+        texts = [[("" if cell is None else plain(str(cell))) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
         head = "  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)).rstrip()
         self.say(self.colour(head, "bold"))
@@ -139,7 +159,7 @@ class Progress:
         )
         bar = self._display.colour("█" * filled, "succeeded")
         bar += self._display.colour("▒" * active, "running") + "░" * (width - filled - active)
-        self._display.out.write(f"\r\033[K{bar} {summary}")
+        self._display.out.write(f"\r\033[K{self._display.rendered(f'{bar} {summary}')}")
         self._display.out.flush()
 
     def close(self) -> None:

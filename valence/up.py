@@ -202,6 +202,7 @@ class _Supervisor:
             "disk": options.disk,
             "grace": options.grace,
             "sandbox": options.sandbox,
+            "local_urls": True,
             "root_tasks": True,  # one's own tasks, on one's own machine
             "overlay": options.overlay,
             "site": options.site,

@@ -1,15 +1,19 @@
-"""WfCommons WfFormat 1.4 and 1.5 → a workflow whose tasks replay the recorded ones.
+"""WfCommons WfFormat 1.4 to 1.6 → a workflow whose tasks replay the recorded ones.
 
 Each recorded task becomes a process that reads its inputs, computes and writes its outputs
 (`replay`), with times multiplied by `time_scale`, and sizes and memory by `size_scale`. Inputs
-that no task makes are made up at their size. 1.5 keeps structure and execution apart; 1.4 has
-both in one list, and names parents by name.
+that no task makes are made up at their size. 1.5 and 1.6 keep structure and execution apart; 1.4
+has both in one list, and names parents by name. Recorded names of files may be anything, such as
+URLs: what could be no file in a task's directory becomes a name that can.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from . import names, plan
@@ -17,7 +21,8 @@ from .model import Needs, Source, Task, Workflow
 from .problems import Path, Problems
 from .schema import TASKS_MAX
 
-VERSIONS = ("1.4", "1.5")
+VERSIONS = ("1.4", "1.5", "1.6")
+NAME_CHARS_MAX = 150
 #: generous: a replay on a loaded machine is late long before it hangs
 TIMEOUT_FACTOR, TIMEOUT_S_MIN = 20.0, 600.0
 
@@ -46,7 +51,7 @@ def parse(value: dict[str, Any], time_scale: float = 1.0, size_scale: float = 1.
         if not (math.isfinite(scale) and 0 <= scale <= 1e6):
             problems.add((), f"{which} lies between 0 and 1,000,000")
     if version not in VERSIONS:
-        problems.add(("schemaVersion",), f"{version!r} is not read; 1.4 and 1.5 are")
+        problems.add(("schemaVersion",), f"{version!r} is not read; 1.4, 1.5 and 1.6 are")
     problems.check()
     reader = _Reader(problems)
     body = reader.mapping(value["workflow"], ("workflow",))
@@ -234,6 +239,13 @@ def _build(
     return Workflow(name, "auto", None, inputs, ordered, parents, producers)
 
 
+@lru_cache(100_000)
 def _relative(name: str) -> str:
-    """Recorded absolute paths become paths inside the task's directory."""
-    return name.lstrip("/")
+    """Recorded absolute paths become paths inside the task's directory; and so do URLs and
+    whatever else was recorded, each under a name of its own."""
+    found = name.lstrip("/")
+    if not names.file_problem(found):
+        return found
+    parts = [re.sub(r"[^\w.-]", "_", part, flags=re.ASCII) for part in re.split(r"[/\\]+", found)]
+    plain = "/".join(part for part in parts if part.strip("."))[-NAME_CHARS_MAX:].lstrip("/.-")
+    return f"{hashlib.sha256(name.encode()).hexdigest()[:10]}/{plain or 'file'}"
