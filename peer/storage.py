@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import ipaddress
 import os
@@ -322,7 +323,7 @@ class _Elsewhere(aiohttp.abc.AbstractResolver):
         found = await self._resolver.resolve(host, port, family)
         kept = [row for row in found if not _is_local(row["host"])]
         if not kept:
-            raise OSError(f"{host}: {LOCAL}")
+            raise OSError(errno.EACCES, LOCAL)
         return kept
 
     async def close(self) -> None:

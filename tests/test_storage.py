@@ -140,7 +140,7 @@ async def test_s3_there_and_back(tmp_path: Path, s3: S3) -> None:
     hash, size = await place.bring("s3://lab/in/large", "wf")
     assert size == len(DATA)
     assert await blobs.read(hash, 0, size) == DATA
-    await place.deliver(hash, "s3://lab/out/a%20b")
+    await place.deliver(hash, "s3://lab/out/a%20b", "ada")
     assert bytes(obstore.get(s3.store, "out/a b").bytes()) == DATA
     with pytest.raises(StorageError, match="no such file") as missing:
         await place.bring("s3://lab/nothing", "wf")
@@ -173,12 +173,18 @@ async def test_files_only_below_what_was_opened(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="outside"):
             await place.bring(url, "wf")
         with pytest.raises(StorageError, match="outside"):
-            await place.deliver(hash, url)
+            await place.deliver(hash, url, "ada")
     with pytest.raises(StorageError, match="plain file"):
         await place.bring(f"file://{opened}/pipe", "wf")
-    await place.deliver(hash, f"file://{opened}/new/place/g")
+    await place.deliver(hash, f"file://{opened}/new/place/g", "ada")
     assert (opened / "new/place/g").read_bytes() == b"content"
     assert [p.name for p in (opened / "new/place").iterdir()] == ["g"]
+    again = await blobs.put(b"changed")
+    await place.deliver(again, f"file://{opened}/new/place/g", "ada")
+    for theirs in ("new/place/g", "f"):  # hers, and one that was there before
+        with pytest.raises(StorageError, match="not yours"):
+            await place.deliver(hash, f"file://{opened}/{theirs}", "bob")
+    assert (opened / "new/place/g").read_bytes() == b"changed"
     none, _ = storage(tmp_path / "none")
     with pytest.raises(StorageError, match="--files"):
         await none.bring(f"file://{opened}/f", "wf")
@@ -201,7 +207,13 @@ async def test_http_errors_are_told_apart_and_secrets_stay_out_of_them(
         await place.bring(f"{web.url}/big", "wf")
     assert blobs.used_bytes == 0
     hash = await blobs.put(b"result")
-    await place.deliver(hash, f"{web.url}/up")
+    for url in (web.url, web.url.replace("127.0.0.1", "localhost"), "http://169.254.169.254"):
+        with pytest.raises(StorageError, match="own addresses"):
+            await place.deliver(hash, f"{url}/up", "ada")
+    assert "/up" not in web.files
+    allowed, others = storage(tmp_path / "allowed", local_urls=True)
+    await others.put(b"result")
+    await allowed.deliver(hash, f"{web.url}/up", "ada")
     assert web.files["/up"] == b"result"
 
 
