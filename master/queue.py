@@ -18,13 +18,14 @@ import asyncio
 import hashlib
 import heapq
 import logging
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from peer.home import Home
 from peer.run import Run, TaskState
+from peer.storage import QUEUE
 from protocols.admission import NO_DEADLINE_S
 from protocols.keeping.keeping import Deposed
 from protocols.matching import explain, unmet
@@ -53,6 +54,7 @@ SITE_LOST_S = 120.0
 LOOK_S = 5.0
 OTHERS_S = 30.0
 WORKS_MAX = 1000
+FILES_MAX = 200_000
 SITES_MAX = 1000
 NEEDS_MAX = 1000
 PASSED_MAX = 5000  # units that are looked at in vain, for one request
@@ -237,7 +239,7 @@ class QueueHome(Home):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.sites: dict[str, SiteState] = {}
-        self.url_of: Callable[[bytes], str] = lambda hash: ""
+        self.known_files: OrderedDict[bytes, File] = OrderedDict()  # that works were given
         self.queue_counts: Counter[str] = Counter()
         self._began = False
         self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time())
@@ -285,9 +287,26 @@ class QueueHome(Home):
         return next((f"site {name}" for name in sites), super().called(peer))
 
     def held_too(self, file: File) -> File:
-        if file.hash in self._blobs:
-            return file._replace(url=self.url_of(file.hash))
-        return file
+        """Whoever reads it may be at another site, of another cluster, and asks here: what this
+        queue does not have it fetches from the site that has."""
+        self.known_files[file.hash] = file
+        self.known_files.move_to_end(file.hash)
+        if len(self.known_files) > FILES_MAX:
+            self.known_files.popitem(last=False)
+        return file._replace(url=f"{QUEUE}:/v1/blobs/sha256:{file.hash.hex()}")
+
+    def find_file(self, hash: bytes) -> File | None:
+        """A file that some work here reads; after a start, by looking through what runs."""
+        found = self.known_files.get(hash)
+        if found is not None:
+            return found
+        for run in self.active():
+            for name in (*run.staged, *run.workflow.producers):
+                file = run.file(name)
+                if file is not None and file.hash == hash:
+                    self.held_too(file)
+                    return file
+        return None
 
     # ----------------------------------------------------------------- being asked
 

@@ -79,6 +79,15 @@ class QueueTransfer(Transfer):
             why = "; ".join(reasons[:4]) or "no pilot that holds it is known"
             raise Unavailable(f"{file.name}: no pilot could give it ({why})")
 
+    async def find(self, hash: bytes) -> list[bytes]:
+        """At the sites, as their results say."""
+        file = self.home.find_file(hash)
+        return list(file.holders) if file is not None else []
+
+    async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
+        file = self.home.find_file(hash)
+        return file.size if file is not None else None
+
     async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
         here = file.hash in self._blobs
         async for data in super().read(file, start, end) if here else self._open(file, start, end):
@@ -188,7 +197,6 @@ class QueueDaemon(Daemon):
         self.transfer.home = self.http.home = gateway.home = home
         self.transfer.token = PilotToken(self._settings.token, time.time)
         gateway.prefix = QUEUED
-        home.url_of = lambda hash: f"{self.members.me.http}/v1/blobs/sha256:{hash.hex()}"
         self.metrics.counters(
             "queue", "What sites asked for and brought", lambda: dict(home.queue_counts)
         )

@@ -47,7 +47,8 @@ STORES_MAX = 64
 TRIES = 4
 OWNER = "user.valence.owner"  # who delivered a file
 LOCAL = "results are not delivered to this machine's own addresses (--local-urls allows it)"
-_QUEUE_BLOB = "/v1/blobs/sha256:[0-9a-f]{64}"
+QUEUE = "queue"  # the scheme of what a task queue has, or can fetch from another site
+_QUEUE_BLOB = QUEUE + ":/v1/blobs/sha256:[0-9a-f]{64}"
 
 
 class StorageError(BlobError):
@@ -117,7 +118,7 @@ class Storage:
         """Its size, if the other end says it; then its bytes."""
         scheme = urlsplit(url).scheme
         try:
-            if scheme in ("http", "https"):
+            if scheme in ("http", "https", QUEUE):
                 async for part in self._read_http(url):
                     yield part
             elif scheme == "s3":
@@ -138,8 +139,9 @@ class Storage:
     async def _read_http(self, url: str) -> AsyncIterator[bytes | int | None]:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
         headers = {}
-        ours = self._is_of_queue(url)
+        ours = urlsplit(url).scheme == QUEUE
         if ours:
+            url = self._at_queue(url)
             headers["Authorization"] = f"Bearer {self._pilot_token}"
         async with (
             aiohttp.ClientSession(timeout=limit, headers=headers) as session,
@@ -152,11 +154,13 @@ class Storage:
             async for data in response.content.iter_chunked(CHUNK_BYTES):
                 yield data
 
-    def _is_of_queue(self, url: str) -> bool:
-        """A blob of this peer's queue, and nothing that only begins like one: users write URLs,
-        and what is asked for with a token of this peer's is not for them to choose."""
+    def _at_queue(self, url: str) -> str:
+        """A blob of this peer's queue, and nothing else: what is asked for with a token of this
+        peer's is for nobody to choose. (Documents can't have such a URL: only queues write it.)"""
         base = self._settings.queue.rstrip("/")
-        return bool(base) and re.fullmatch(re.escape(base) + _QUEUE_BLOB, url) is not None
+        if not base or not re.fullmatch(_QUEUE_BLOB, url):
+            raise StorageError(f"{shown(url)}: this peer has no such queue")
+        return base + url.removeprefix(f"{QUEUE}:")
 
     async def _read_s3(self, url: str) -> AsyncIterator[bytes | int | None]:
         import obstore

@@ -298,7 +298,9 @@ class Transfer:
             async with self._slots:
                 # holders that are only thought to be gone may be back in a moment; and where all
                 # readers turn to the origin at once, it serves them all
-                tries = ORIGIN_AFTER if file.holders else 1
+                # (holders that nobody here knows are of another cluster: they can't be asked)
+                known = any(map(self._members.is_here, file.holders))
+                tries = ORIGIN_AFTER if known else 1
                 for attempt in range(tries):
                     try:
                         await self.swarm.fetch(file, hold, room, self.catalog.find)
@@ -310,7 +312,12 @@ class Transfer:
                     if attempt < tries - 1:
                         await asyncio.sleep(2**attempt * self._rng.uniform(0.5, 1.5))
                 assert self.from_origin is not None
-                await self.from_origin(file, hold, room)
+                try:
+                    await self.from_origin(file, hold, room)
+                except BlobError as error:
+                    if getattr(error, "passing", False) or file.url.startswith("queue:"):
+                        raise Unavailable(str(error)) from None  # not its reader's fault
+                    raise
                 return "origin"
         finally:
             self._blobs.cache.give_back(room)

@@ -238,7 +238,6 @@ class QueueHost(Host):
     def _started(self) -> None:
         home = self.enactment.home
         assert isinstance(home, QueueHome)
-        home.url_of = lambda hash: "queue"
         self.enactment.gateway.prefix = QUEUED
         self.peer.rpc.on(PullTasks, self._pull)
         self.watching = asyncio.ensure_future(home.watch())
