@@ -20,6 +20,9 @@ RUN /opt/valence/bin/pip install --no-cache-dir --disable-pip-version-check --no
  && /opt/valence/bin/python -m compileall -q /opt/valence/lib
 
 FROM python:3.11-slim
+# the wall around tasks, where the container may have user namespaces
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap \
+ && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /data --shell /usr/sbin/nologin valence \
  && install -d -o valence -g valence -m 700 /data
 COPY --from=build /opt/valence /opt/valence
