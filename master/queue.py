@@ -308,6 +308,9 @@ class QueueHome(Home):
                     return file
         return None
 
+    def _could_run(self, run: Run, task: TaskState) -> set[bytes]:
+        return {site_id(name) for name in self.sites}
+
     # ----------------------------------------------------------------- being asked
 
     async def pull(self, message: PullTasks) -> PulledTasks:

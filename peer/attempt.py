@@ -29,7 +29,7 @@ from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 from workflow.schema import STRICT_SHELL
 
-from .blobs import BlobError, Blobs, QuotaFull, copy_file, is_plain, open_plain
+from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file, is_plain, open_plain
 from .nursery import MARKER
 from .processes import (
     REPLY_BYTES_MAX,
@@ -78,6 +78,10 @@ class TaskFailed(Exception):
         super().__init__(reason)
         self.exit_code = exit_code
         self.cause = cause
+
+
+#: why an attempt is handed back: what it reads or makes is more than all that this peer has
+NO_ROOM = "room"
 
 
 class PeerFailed(Exception):
@@ -153,6 +157,8 @@ class Attempt:
             elsewhere = isinstance(error, QuotaFull | Unavailable)
             kind = "returned" if elsewhere else "failed"
             found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
+            if isinstance(error, NeverFits):
+                found["cause"] = NO_ROOM
             if isinstance(error, TaskFailed):
                 found["exit_code"] = error.exit_code
                 found["cause"] = error.cause

@@ -105,8 +105,10 @@ class Gateway:
         home = await self._locate.home(id)
         if home is None:
             raise Problem(404, f"there is no workflow {id}")
-        if home == VOID_HOME:
+        if home == VOID_HOME and question == "document":  # is that key in use?
             raise Problem(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
+        if home == VOID_HOME:  # another of its name may have been accepted where nobody answers now
+            raise Problem(503, f"nobody who answers has accepted workflow {id}")
         member = self._members.get(home) if home else None
         if member is None or member.state >= State.DEAD:
             stuck = self._why_stuck(id) or self._locate.stuck.get(id, "")

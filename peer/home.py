@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from protocols.keeping.keeping import Deposed
 from protocols.keeping.place import is_queued, risk
 from protocols.keeping.replica import shown
+from protocols.matching import unmet
 from protocols.members import Members, State
 from protocols.messages import (
     CHECKED_WORK,
@@ -55,6 +56,7 @@ from protocols.strategies.gangs import Gangs
 from protocols.strategy import Placed, Placement, Strategy, Unit, reads_of
 from workflow.model import Task, Workflow
 
+from .attempt import NO_ROOM
 from .blobs import BlobError, Blobs
 from .branch import mend_branch
 from .copies import NEAR_BYTES_MIN, Copies
@@ -902,6 +904,8 @@ class Home:
                     instead.append(task.id)  # for all of its branch: once, see `Run._on_finished`
             if verdict == "returned" and ended.started_at and task.losses >= LOSSES_MAX:
                 verdict = "failed"
+            if verdict == "returned" and ended.cause == NO_ROOM and self._no_room(run, task, peer):
+                verdict = "failed"
             rows.append((ended, peer, verdict))
             changed.append(task)
         if not rows:
@@ -922,6 +926,16 @@ class Home:
                 self._place_later(run, task)
         self._mend_those(run, [task.id for task in changed])
         self._conclude(run)
+
+    def _no_room(self, run: Run, task: TaskState, peer: bytes) -> bool:
+        """All who could run it have said that it is more than they have."""
+        said = {a.peer for a in task.attempts if a.outcome and a.outcome.cause == NO_ROOM} | {peer}
+        return self._could_run(run, task) <= said
+
+    def _could_run(self, run: Run, task: TaskState) -> set[bytes]:
+        needs = wire_needs(run.needs(task.id))
+        here = self._members.here()
+        return {m.contact.id for m in here if not unmet(m.capacity, m.traits, needs)}
 
     def _go_on(
         self,

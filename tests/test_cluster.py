@@ -315,7 +315,7 @@ def test_commands_that_can_not_start_time_out_or_use_too_much(cluster) -> None:
             "slow": {"command": "trap '' TERM; sleep 60 & sleep 60", "timeout": "1s"},
             "hog": {"command": ["python3", "-c", hog], "needs": {"memory": "100MiB"}},
             "killed": {"command": "kill -9 $$"},
-            "loud": {"command": "yes | head -c 5000000"},
+            "loud": {"command": ["sh", "-c", "yes | head -c 5000000"]},
             "call": {"call": "time:sleep", "args": [60], "timeout": "1s"},
             "crash": {"call": "os:_exit", "args": [7]},
             "raise": {"call": "operator:truediv", "args": [1, 0]},

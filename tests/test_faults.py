@@ -290,7 +290,8 @@ def test_ls_says_whose_workflows_are_missing(own_cluster) -> None:
     wait_for(lambda: two["id"][:8] in cluster.cli("ls").stderr, 20)
     why = cluster.cli("status", workflow.id)
     assert why.returncode == 1
-    assert "only 1 of its 3 keepers are here" in why.stderr
+    assert "2 of the 3 peers that keep its journal are away" in why.stderr
+    assert one["id"][:8] in why.stderr
 
 
 def test_who_leaves_hands_on_the_files_that_nobody_else_has(own_cluster) -> None:
