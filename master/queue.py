@@ -37,6 +37,7 @@ from protocols.messages import (
     Member,
     Needs,
     Outcome,
+    Placing,
     PulledTasks,
     PullTasks,
     StillHeld,
@@ -437,9 +438,22 @@ class QueueHome(Home):
                 assert mine is not None
                 work = self._make_work(mine, one)
                 if work is not None:
-                    works.append(work)
+                    works.append(work._replace(placing=self._placing(mine, one.unit)))
         site.given += len(works)
         return works
+
+    def _placing(self, run: Run, unit: Unit) -> Placing:
+        """What the site's own placement is to know."""
+        now = asyncio.get_running_loop().time()
+        tried = run.tasks[unit.key.task].attempts
+        failed = dict.fromkeys(a.ran_at for a in tried if a.state in ("failed", "lost"))
+        pilots = {pilot for site in self.sites.values() for pilot in site.pilots}
+        return Placing(
+            min(1e8, max(0.0, unit.rank)),
+            None if unit.deadline_at is None else unit.deadline_at - now,
+            unit.ranked_by,
+            tuple(peer for peer in failed if peer in pilots)[-8:],
+        )
 
     async def unheld(self, message: StillHeld) -> Unheld:
         return await self._still_held(Contact(bytes(20), "", 0), message)

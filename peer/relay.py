@@ -34,6 +34,7 @@ from protocols.messages import (
     Member,
     Message,
     Outcome,
+    Placing,
     PulledTasks,
     PullTasks,
     Reported,
@@ -324,12 +325,19 @@ class Relay:
         near = frozenset(peer for file in large for peer in file.holders)
         if not near.isdisjoint(self._told):
             self._bound.add(work.key)
+        placing = work.placing or Placing()
+        due_s = placing.deadline_in_s
         return Unit(
             work.key,
             work.needs._replace(site=self._site.name),
+            rank=placing.rank_s,
             runtime_s=work.runtime_s,
+            deadline_at=None if due_s is None else self._now() + due_s,
+            avoid=frozenset(placing.avoid),
             near=near,
             reads=reads_of(work.inputs),
+            ranked_by=placing.ranked_by,
+            owner=work.owner,
         )
 
     def _unpull(self, key: AttemptKey) -> Work | None:

@@ -181,6 +181,15 @@ class Argument(NamedTuple):
     values: tuple[Value, ...]
 
 
+class Placing(NamedTuple):
+    """What a queue knows of a task beyond what runs it: how a site is to place it."""
+
+    rank_s: float = 0.0  # of work that hangs on it
+    deadline_in_s: float | None = None
+    ranked_by: Annotated[str, Field(max_length=200)] = ""
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these pilots
+
+
 class Work(NamedTuple):
     """All an executing peer needs to run an attempt."""
 
@@ -200,6 +209,7 @@ class Work(NamedTuple):
     epoch: Natural = 0  # of the home that gives it
     gang: bool = False  # others run at the same time, at other peers
     owner: Annotated[str, Field(max_length=64)] = ""  # no two share a process, or a user
+    placing: Placing | None = None  # for a site that pulls it from a queue, and places it
 
 
 class Moved(NamedTuple):
