@@ -44,9 +44,14 @@ CONNECT_S = 10.0
 PART_BYTES = 8 << 20
 AT_ONCE = 4
 STORES_MAX = 64
+REDIRECTS = 5
 TRIES = 4
 OWNER = "user.valence.owner"  # who delivered a file
-LOCAL = "results are not delivered to this machine's own addresses (--local-urls allows it)"
+S3_OWNER = "valence-owner"
+NOT_YOURS = "{}: there is a file already, and nothing says that it is yours; choose another name"
+#: where clouds tell their machines what only these may know, besides link-local addresses
+METADATA = frozenset({"fd00:ec2::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"})
+LOCAL = "workflows do not reach what is this machine's own (--local-urls allows it)"
 QUEUE = "queue"  # the scheme of what a task queue has, or can fetch from another site
 _QUEUE_BLOB = QUEUE + ":/v1/blobs/sha256:[0-9a-f]{64}"
 
@@ -118,12 +123,11 @@ class Storage:
         """Its size, if the other end says it; then its bytes."""
         scheme = urlsplit(url).scheme
         try:
-            if scheme in ("http", "https", QUEUE):
-                async for part in self._read_http(url):
-                    yield part
-            elif scheme == "s3":
-                async for part in self._read_s3(url):
-                    yield part
+            if scheme in ("http", "https", QUEUE, "s3"):
+                parts = self._read_s3(url) if scheme == "s3" else self._read_http(url)
+                async with contextlib.aclosing(parts):
+                    async for part in parts:
+                        yield part
             else:
                 path = self._local(url)
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -133,26 +137,45 @@ class Storage:
                     yield os.fstat(fd).st_size
                     while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
                         yield data
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _told(url, error) from None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise _told(url, error) from None  # (a `ValueError`: what is no URL, or leads to none)
 
-    async def _read_http(self, url: str) -> AsyncIterator[bytes | int | None]:
+    async def _read_http(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
         headers = {}
         ours = urlsplit(url).scheme == QUEUE
         if ours:
             url = self._at_queue(url)
             headers["Authorization"] = f"Bearer {self._pilot_token}"
-        async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
-            session.get(
-                URL(url, encoded=ours), raise_for_status=True, allow_redirects=not ours
-            ) as response,
-        ):
-            packed = "Content-Encoding" in response.headers
-            yield None if packed else response.content_length
-            async for data in response.content.iter_chunked(CHUNK_BYTES):
-                yield data
+        local = ours or self._settings.local_urls
+        async with self._session(limit, local, headers) as session:
+            redirects = 0 if ours else REDIRECTS
+            async with await self._get(session, URL(url, encoded=ours), redirects) as response:
+                packed = "Content-Encoding" in response.headers
+                yield None if packed else response.content_length
+                async for data in response.content.iter_chunked(CHUNK_BYTES):
+                    yield data
+
+    async def _get(
+        self, session: aiohttp.ClientSession, url: URL, redirects: int
+    ) -> aiohttp.ClientResponse:
+        """Each address is looked at before it is asked: where a redirect leads, too."""
+        for _ in range(redirects + 1):
+            self._check_address(url, redirects == 0)
+            response = await session.get(url, allow_redirects=False)
+            if response.status not in (301, 302, 303, 307, 308):
+                response.raise_for_status()
+                return response
+            response.release()
+            target = URL(response.headers.get("Location", ""))
+            if not redirects or target.scheme not in ("", "http", "https"):
+                break
+            url = url.join(target)
+        raise StorageError(f"{shown(str(url))}: it is elsewhere, and nobody says where")
+
+    def _check_address(self, url: URL, ours: bool = False) -> None:
+        if not ours and not self._settings.local_urls and _is_local(url.host or ""):
+            raise StorageError(f"{shown(str(url))}: {LOCAL}")
 
     def _at_queue(self, url: str) -> str:
         """A blob of this peer's queue, and nothing else: what is asked for with a token of this
@@ -162,7 +185,7 @@ class Storage:
             raise StorageError(f"{shown(url)}: this peer has no such queue")
         return base + url.removeprefix(f"{QUEUE}:")
 
-    async def _read_s3(self, url: str) -> AsyncIterator[bytes | int | None]:
+    async def _read_s3(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
         import obstore
 
         store, key = self._s3(url)
@@ -184,15 +207,14 @@ class Storage:
             if scheme in ("http", "https"):
                 await self._put_http(path, size, url)
             elif scheme == "s3":
-                await self._put_s3(path, url)
+                await self._put_s3(path, url, owner)
             else:
                 await asyncio.to_thread(self._put_file, path, url, owner)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _told(url, error) from None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise _told(url, error) from None  # (a `ValueError`: what is no URL, or leads to none)
 
     async def _put_http(self, path: Path, size: int, url: str) -> None:
-        if not self._settings.local_urls and _is_local(urlsplit(url).hostname or ""):
-            raise StorageError(f"{shown(url)}: {LOCAL}")
+        self._check_address(URL(url))
 
         async def parts() -> AsyncIterator[bytes]:
             with path.open("rb") as file:
@@ -218,14 +240,26 @@ class Storage:
         connector = aiohttp.TCPConnector(resolver=resolver if local else _Elsewhere(resolver))
         return aiohttp.ClientSession(timeout=limit, headers=headers, connector=connector)
 
-    async def _put_s3(self, path: Path, url: str) -> None:
+    async def _put_s3(self, path: Path, url: str, owner: str) -> None:
+        """All owners write with this peer's own rights: what is there already, and was not
+        delivered for this one, stays. (Of two who deliver at one moment the later one wins.)"""
         import obstore
 
         store, key = self._s3(url)
+        whose = owner.encode().hex() or "-"  # what a header may have
         try:
+            with contextlib.suppress(FileNotFoundError):
+                found = await obstore.get_async(store, key, options={"head": True})
+                if found.attributes.get(S3_OWNER) != whose:
+                    raise StorageError(NOT_YOURS.format(shown(url)))
             # ended in the middle it would leave its parts at the other end: let it come to its end
             put = obstore.put_async(
-                store, key, path, chunk_size=PART_BYTES, max_concurrency=AT_ONCE
+                store,
+                key,
+                path,
+                attributes={S3_OWNER: whose},
+                chunk_size=PART_BYTES,
+                max_concurrency=AT_ONCE,
             )
             await asyncio.shield(put)
         except obstore.exceptions.BaseError as error:
@@ -241,14 +275,13 @@ class Storage:
             copy_file(source, beside)
             with beside.open("rb") as file:
                 os.fdatasync(file.fileno())
-            with contextlib.suppress(OSError):  # where a disk can't say whose it is, it stays
+            with contextlib.suppress(OSError):  # a disk may not be able to say whose it is
                 os.setxattr(beside, OWNER, owner.encode())
             try:
                 os.link(beside, target)
             except FileExistsError:
                 if _owner_of(target) != owner.encode():
-                    text = f"{shown(url)}: there is a file already, and it is not yours"
-                    raise StorageError(text) from None
+                    raise StorageError(NOT_YOURS.format(shown(url))) from None
                 beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
@@ -341,7 +374,20 @@ def _is_local(host: str) -> bool:
     except ValueError:
         return False  # a name: see what it stands for
     found = getattr(found, "ipv4_mapped", None) or found
-    return found.is_loopback or found.is_link_local or found.is_unspecified
+    if found.is_loopback or found.is_link_local or found.is_unspecified or found.is_multicast:
+        return True
+    return str(found) in METADATA or _is_mine(found)
+
+
+def _is_mine(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Only a machine's own addresses can be bound to."""
+    kind = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
 
 
 def _owner_of(path: Path) -> bytes:

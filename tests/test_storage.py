@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import os
 import random
@@ -20,6 +21,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+import peer.storage
 from peer.blobs import Blobs
 from peer.settings import Settings
 from peer.storage import Storage, StorageError
@@ -91,11 +93,18 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 class Web:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.moved: dict[str, str] = {}
         self.fails = 0
         web = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if self.path in web.moved:
+                    self.send_response(302)
+                    self.send_header("Location", web.moved[self.path])
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 self._answer(web.files.get(self.path))
 
             def do_PUT(self) -> None:
@@ -158,6 +167,19 @@ async def test_s3_wrong_keys_and_none_are_said_and_nothing_is_left(tmp_path: Pat
     assert "x" * 16 not in repr(Settings(s3_secret_key="x" * 16))
 
 
+async def test_what_another_owner_delivered_to_s3_stays(tmp_path: Path, s3: S3) -> None:
+    place, blobs = storage(tmp_path, s3_endpoint=s3.url, s3_access_key=KEY, s3_secret_key=SECRET)
+    first, second = [await blobs.put(data) for data in (b"ada's", b"ada's, later")]
+    url = "s3://lab/results/of ada"
+    await place.deliver(first, url, "ada")
+    with pytest.raises(StorageError, match="nothing says that it is yours"):
+        await place.deliver(second, url, "bob")
+    with pytest.raises(StorageError, match="nothing says that it is yours"):
+        await place.deliver(second, "s3://lab/ready", "ada")  # nobody's: it was there before
+    await place.deliver(second, url, "ada")
+    assert bytes(obstore.get(s3.store, "results/of ada").bytes()) == b"ada's, later"
+
+
 async def test_files_only_below_what_was_opened(tmp_path: Path) -> None:
     opened, closed = tmp_path / "open", tmp_path / "closed"
     for directory in (opened, closed):
@@ -182,7 +204,7 @@ async def test_files_only_below_what_was_opened(tmp_path: Path) -> None:
     again = await blobs.put(b"changed")
     await place.deliver(again, f"file://{opened}/new/place/g", "ada")
     for theirs in ("new/place/g", "f"):  # hers, and one that was there before
-        with pytest.raises(StorageError, match="not yours"):
+        with pytest.raises(StorageError, match="nothing says that it is yours"):
             await place.deliver(hash, f"file://{opened}/{theirs}", "bob")
     assert (opened / "new/place/g").read_bytes() == b"changed"
     none, _ = storage(tmp_path / "none")
@@ -193,7 +215,7 @@ async def test_files_only_below_what_was_opened(tmp_path: Path) -> None:
 async def test_http_errors_are_told_apart_and_secrets_stay_out_of_them(
     tmp_path: Path, web: Web
 ) -> None:
-    place, blobs = storage(tmp_path)
+    place, blobs = storage(tmp_path, local_urls=True)
     with pytest.raises(StorageError, match="404") as gone:
         await place.bring(f"{web.url}/nothing?signature=secret", "wf")
     assert not gone.value.passing
@@ -206,15 +228,53 @@ async def test_http_errors_are_told_apart_and_secrets_stay_out_of_them(
     with pytest.raises(Exception, match="at most"):
         await place.bring(f"{web.url}/big", "wf")
     assert blobs.used_bytes == 0
+
+
+async def test_what_listens_on_the_peers_own_machine_is_reached_only_if_the_peer_says_so(
+    tmp_path: Path, web: Web
+) -> None:
+    web.files["/in"] = b"data"
+    web.moved["/here"] = "/in"
+    web.moved["/file"] = "file:///etc/passwd"
+    web.moved["/round"] = "/round"
+    web.moved["/garbage"] = "http://[::1"
+    place, blobs = storage(tmp_path / "closed")
     hash = await blobs.put(b"result")
-    for url in (web.url, web.url.replace("127.0.0.1", "localhost"), "http://169.254.169.254"):
-        with pytest.raises(StorageError, match="own addresses"):
+    own = (web.url, web.url.replace("127.0.0.1", "localhost"), "http://169.254.169.254")
+    metadata = ("http://[fd00:ec2::254]", "http://100.100.100.200", "http://168.63.129.16")
+    for url in (*own, *metadata, "http://[::ffff:127.0.0.1]:1", "http://0x7f000001:1"):
+        with pytest.raises(StorageError, match="machine's own"):
             await place.deliver(hash, f"{url}/up", "ada")
+        with pytest.raises(StorageError, match="machine's own"):
+            await place.bring(f"{url}/in", "wf")
     assert "/up" not in web.files
-    allowed, others = storage(tmp_path / "allowed", local_urls=True)
+    allowed, others = storage(tmp_path / "open", local_urls=True)
     await others.put(b"result")
     await allowed.deliver(hash, f"{web.url}/up", "ada")
     assert web.files["/up"] == b"result"
+    assert await allowed.bring(f"{web.url}/here", "wf") == (hashlib.sha256(b"data").digest(), 4)
+    for name in ("file", "round"):
+        with pytest.raises(StorageError, match="elsewhere"):
+            await allowed.bring(f"{web.url}/{name}", "wf")
+    with pytest.raises(StorageError):
+        await allowed.bring(f"{web.url}/garbage", "wf")
+    url = "http://example.org:99999999/x"
+    with pytest.raises(StorageError):
+        await allowed.bring(url, "wf")
+    with pytest.raises(StorageError):
+        await allowed.deliver(hash, url, "ada")
+
+
+async def test_a_redirect_does_not_lead_to_the_peers_own_machine(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.moved["/out"] = f"http://127.0.0.2:{web.url.rpartition(':')[2]}/in"
+    web.files["/in"] = b"secret"
+    place, _ = storage(tmp_path)
+    real = peer.storage._is_local
+    monkeypatch.setattr("peer.storage._is_local", lambda host: host != "127.0.0.1" and real(host))
+    with pytest.raises(StorageError, match="machine's own"):
+        await place.bring(f"{web.url}/out", "wf")
 
 
 def test_what_is_wrong_with_a_delivery_is_said_with_its_place() -> None:
