@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Statement = tuple[str, Sequence[Any]]
+Statement = tuple[str, Sequence[Any] | dict[str, Any]]
 BATCH_MAX = 512
 PATIENCE_S = 0.005
 QUICK_S = 0.001  # what a transaction may take, on average, to be waited for on the spot
@@ -43,6 +43,13 @@ create table if not exists entries (
 create table if not exists copies (
     workflow text primary key, promised integer not null, here integer not null, at real not null,
     last_epoch integer not null, count integer not null
+) without rowid;
+create table if not exists eras (
+    workflow text not null, promised integer not null, last_epoch integer not null,
+    count integer not null, primary key (workflow, promised)
+) without rowid;
+create table if not exists voided (
+    workflow text not null, birth integer not null, primary key (workflow, birth)
 ) without rowid;
 create table if not exists outbox (
     id integer primary key, home blob not null, at real not null, body blob not null

@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from protocols.keeping.keeping import Keeping
+from protocols.keeping.replica import keepers_in
 from workflow.tree import DOCUMENT_BYTES_MAX
 
 from .database import Statement
@@ -115,10 +116,13 @@ class Journal:
         rows = self._database.read("select tasks from workflows where id = ?", (workflow,))
         return int(rows[0][0]) if rows else 0
 
+    def keepers(self, workflow: str) -> tuple[bytes, ...]:
+        """Of one that is over, and of which a copy is here."""
+        rows = self._database.read("select keepers from workflows where id = ?", (workflow,))
+        return keepers_in(rows[0][0]) if rows else ()
+
     def is_void(self, workflow: str) -> bool:
-        """Of its submission not everything was kept: nobody was told that it was accepted."""
-        sql = "select 1 from workflows where id = ? and state = ?"
-        return bool(self._database.read(sql, (workflow, VOID)))
+        return self._shelf.is_void(workflow)
 
     def is_over(self, workflow: str) -> bool:
         """A copy is here, and its end counts."""
@@ -132,13 +136,16 @@ class Journal:
             (before,),
         )
         statements: list[Statement] = [
-            ("delete from copies where here = 0 and at < ?", (tombstones_before,))
+            ("delete from copies where here = 0 and at < ?", (tombstones_before,)),
+            ("delete from eras where workflow not in (select workflow from copies)", ()),
+            ("delete from voided where workflow not in (select workflow from copies)", ()),
         ]
         for (workflow,) in rows:
             for table, key in (
                 ("entries", "workflow"),
                 ("workflows", "id"),
                 ("copies", "workflow"),
+                ("eras", "workflow"),
             ):
                 statements.append((f"delete from {table} where {key} = ?", (workflow,)))
         await asyncio.shield(self._database.begin(statements))

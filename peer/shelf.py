@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from protocols.keeping.replica import CONFIGS, Replica, keepers_in
+from protocols.keeping.replica import CONFIGS, Replica, first_of, forced, keepers_in
 from protocols.keeping.shelf import Write
 from protocols.messages import Entry
 
@@ -122,10 +122,17 @@ class Shelf:
     def _statements(self, one: Write) -> list[Statement]:
         workflow = one.workflow
         found: list[Statement] = []
+        known = self._promised.get(workflow, 0)
+        if one.promised != known and forced(one.promised) > forced(known):
+            # into a later era, and before anything is cut off: how far it was in the one before
+            found.append((_LEAVE, {"id": workflow, "first": first_of(forced(one.promised))}))
         if one.forget:
             self._ends.pop(workflow, None)
             found.append(("delete from entries where workflow = ?", (workflow,)))
             found.append(("delete from workflows where id = ?", (workflow,)))
+        if one.voided:
+            sql = "insert or ignore into voided values (?, ?)"
+            found.append((sql, (workflow, one.voided)))
         if one.cut_at is not None:
             self._ends.pop(workflow, None)
             sql = "delete from entries where workflow = ? and seq >= ?"
@@ -135,7 +142,11 @@ class Shelf:
                 "kind in ('keepers', 'forced') order by seq desc limit 1) where id = ?"
             )
             found.append((sql, (workflow,)))
-        if one.forget or self._promised.get(workflow) != one.promised:
+        if one.back_to is not None:
+            here = {"id": workflow, "first": first_of(one.back_to + 1), "now": self._clock()}
+            found += [(_RETURN, here), (_FORGET_LATER, here)]
+            self._promised.pop(workflow, None)
+        elif one.forget or self._promised.get(workflow) != one.promised:
             sql = (
                 "insert into copies values (?, ?, ?, ?, ?, ?) on conflict (workflow) do update set "
                 "promised = excluded.promised, here = excluded.here, at = excluded.at"
@@ -147,25 +158,28 @@ class Shelf:
             self._promised[workflow] = one.promised
             if one.forget:
                 del self._promised[workflow]
+        keepers: bytes | None = None
         for seq, epoch, at, kind, body in one.entries:
             # what the rules have taken stands, whatever an earlier home had written there
             sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
             found.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
                 said = unpack(body)
-                found.append(
-                    _row(workflow, said["name"], said["owner"], "running", at, said["tasks"])
-                )
-            elif kind in CONFIGS and seq:
-                found.append(("update workflows set keepers = ? where id = ?", (body, workflow)))
+                name, owner, tasks = said["name"], said["owner"], said["tasks"]
+                found.append(_row(workflow, name, owner, "running", at, tasks, keepers))
+            elif kind in CONFIGS:
+                keepers = body
+                if seq:
+                    sql = "update workflows set keepers = ? where id = ?"
+                    found.append((sql, (body, workflow)))
             elif kind == "ended":
                 state = unpack(body)["state"]
                 self._ends[workflow] = state, at
                 if state == VOID:
-                    found.append(_row(workflow, "", "", VOID, at, 0))
+                    found.append(_row(workflow, "", "", VOID, at, 0, keepers))
         if one.over:
-            known = workflow in self._ends
-            state, ended_at = self._ends.pop(workflow) if known else self._end(workflow)
+            end = self._ends.pop(workflow, None)
+            state, ended_at = self._end(workflow) if end is None else end
             sql = "update workflows set state = ?, ended_at = ? where id = ?"
             found.append((sql, (state, ended_at, workflow)))
             self._promised.pop(workflow, None)
@@ -223,7 +237,7 @@ class Shelf:
             replica.count = last + 1
         sql = (
             "select seq, epoch, at, kind, body from entries where workflow = ? "
-            "and kind in ('keepers', 'forced', 'ended') order by seq"
+            "and kind in ('keepers', 'forced', 'home', 'submitted', 'ended') order by seq"
         )
         for row in self._database.read(sql, (workflow,)):
             replica.note(Entry(*row))
@@ -232,15 +246,50 @@ class Shelf:
             replica.committed = replica.ended_at_count
         return replica
 
+    def is_void(self, workflow: str) -> bool:
+        sql = "select 1 from workflows where id = ? and state = ?"
+        return bool(self._database.read(sql, (workflow, VOID)))
+
     def remains(self, workflow: str) -> Replica:
         sql = "select promised, last_epoch, count from copies where workflow = ?"
         rows = self._database.read(sql, (workflow,))
         promised, last_epoch, count = rows[0] if rows else (0, 0, 0)
-        return Replica(workflow, promised=promised, floor=(last_epoch, count))
+        sql = "select birth from voided where workflow = ?"
+        voided = frozenset(birth for (birth,) in self._database.read(sql, (workflow,)))
+        floor = last_epoch, count
+        return Replica(workflow, promised=promised, floor=floor, voided=voided)
 
 
-def _row(id: str, name: str, owner: str, state: str, at: float, tasks: int) -> Statement:
-    """Of one workflow. Who keeps it was said in an entry before, perhaps in an earlier write."""
+_LEAVE = """
+insert or replace into eras
+select workflow, promised,
+    case when newest > last_epoch or (newest = last_epoch and length > count)
+        then newest else last_epoch end,
+    case when newest > last_epoch or (newest = last_epoch and length > count)
+        then length else count end
+from (
+    select *, coalesce((select epoch from entries where entries.workflow = copies.workflow
+            order by seq desc limit 1), 0) as newest,
+        coalesce((select max(seq) + 1 from entries where entries.workflow = copies.workflow), 0)
+            as length
+    from copies where workflow = :id and promised > 0 and promised < :first
+)
+"""
+_RETURN = """
+insert or replace into copies
+select :id, coalesce(max(promised), 0), 0, :now, coalesce(last_epoch, 0), coalesce(count, 0)
+from eras where workflow = :id and promised < :first
+"""
+_FORGET_LATER = "delete from eras where workflow = :id and promised >= :first"
+
+
+def _row(
+    id: str, name: str, owner: str, state: str, at: float, tasks: int, keepers: bytes | None
+) -> Statement:
+    """Of one workflow. Who keeps it was said in an entry before; None: in an earlier write."""
+    if keepers is not None:
+        sql = "insert or replace into workflows values (?, ?, ?, ?, ?, null, ?, ?)"
+        return sql, (id, name, owner, state, at, tasks, keepers)
     sql = (
         "insert or replace into workflows values (?, ?, ?, ?, ?, null, ?, (select body from "
         "entries where workflow = ? and kind in ('keepers', 'forced') order by seq desc limit 1))"

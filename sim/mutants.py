@@ -16,6 +16,8 @@ import peer.home
 import protocols.keeping.election
 import protocols.keeping.lines
 import protocols.keeping.replica
+from peer.answers import Answers, Problem, _Document
+from peer.executor import Executor
 from peer.gang import Mending
 from peer.gateway import Gateway
 from peer.home import Home
@@ -26,9 +28,9 @@ from protocols.admission import Admission
 from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
-from protocols.keeping.lines import Lines
+from protocols.keeping.lines import Line, Lines
 from protocols.keeping.place import new_id
-from protocols.keeping.replica import Replica
+from protocols.keeping.replica import Replica, forced
 from protocols.keeping.tending import Tending
 from protocols.members import State
 from protocols.messages import Elected
@@ -37,6 +39,9 @@ from protocols.rpc import Rpc
 Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 
+
+#: which check is to notice it, by a part of what it says; of the others, any
+EXPECTED: dict[str, str] = {}
 
 #: where a mutant shows: what its worlds have that others do not
 WORLDS: dict[str, dict[str, Any]] = {}
@@ -52,6 +57,14 @@ def mutant(make: Make) -> Make:
 def where(**world: Any) -> Callable[[Make], Make]:
     def known(make: Make) -> Make:
         WORLDS[make.__name__.replace("_", "-")] = world
+        return make
+
+    return known
+
+
+def shows(text: str) -> Callable[[Make], Make]:
+    def known(make: Make) -> Make:
+        EXPECTED[make.__name__.replace("_", "-")] = text
         return make
 
     return known
@@ -292,8 +305,8 @@ def calls_are_carried_out_again() -> list[Patch]:
 def any_lease_is_good_enough() -> list[Patch]:
     commit = Admission.commit
 
-    def lax(self: Any, home: bytes, lease_id: int, unit: Any, now: float) -> str:
-        found = commit(self, home, lease_id, unit, now)
+    def lax(self: Any, home: bytes, lease_id: int, unit: Any, *more: Any) -> str:
+        found = commit(self, home, lease_id, unit, *more)
         if "expired" in found:
             self._running[unit] = (self.capacity._replace(memory_bytes=0), 0.0)
             return "run"
@@ -366,8 +379,8 @@ def two_lines_of_a_workflow_never_meet() -> list[Patch]:
 @mutant
 @where(majority_lost_s=10.0)
 def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
-    def holds(over: bool, era: int, other_over: bool, other_era: int) -> bool:
-        return era > other_era
+    def holds(line: Line, other: Line) -> bool:
+        return line.era > other.era
 
     return [(protocols.keeping.lines, "holds", holds)]
 
@@ -390,6 +403,39 @@ def silent_homes_are_never_asked() -> list[Patch]:
         pass
 
     return [(Elections, "_ask_homes", idle)]
+
+
+@mutant
+@where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
+def a_namesake_tells_who_is_out() -> list[Patch]:
+    excludes = Replica.excludes
+
+    def rash(self: Any, candidate: bytes, asked: Any) -> bool:
+        return excludes(self, candidate, asked._replace(birth=self.birth))
+
+    return [(Replica, "excludes", rash)]
+
+
+@mutant
+@where(majority_lost_s=10.0, slice_bytes=1)
+def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
+    def rash(self: Any, workflow: str, copy: Any) -> bool:
+        return forced(copy.promised) > forced(copy.last_epoch)
+
+    return [(Lines, "_may_have_two", rash)]
+
+
+@mutant
+@where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
+def keys_are_answered_for_before_they_count() -> list[Patch]:
+    async def rash(self: Any, run: Any, arguments: Any) -> Any:
+        await self._home.created(run.id)
+        found = self._home.journal.document(run.id)
+        if found is None:
+            raise Problem(503, "changing its home")
+        return _Document(hash=str(found[1].get("document", "")))
+
+    return [(Answers, "_document", rash)]
 
 
 @mutant
@@ -461,3 +507,100 @@ def a_peer_runs_more_than_fits() -> list[Patch]:
         make(self, capacity._replace(millicores=2 * capacity.millicores), *more)
 
     return [(Admission, "__init__", boastful)]
+
+
+# --------------------------------------------------------------------------- checks that can fail
+
+
+@mutant
+@shows("counts entries it does not have")
+def a_home_counts_what_it_does_not_have() -> list[Patch]:
+    agreed = Replica.agreed
+
+    def boastful(self: Any, have: Any, epoch: int) -> int:
+        found: int = agreed(self, have, epoch)
+        return found + int(found == self.count)
+
+    return [(Replica, "agreed", boastful)]
+
+
+@mutant
+@shows("an input that was never agreed on")
+def inputs_are_used_before_they_count() -> list[Patch]:
+    write = Home._write
+
+    def hasty(self: Any, run: Any, kind: str, body: Any, *more: Any, **others: Any) -> None:
+        write(self, run, kind, body, *more, **others)
+        if kind == "staged":
+            run.counts_now(kind, body)
+
+    return [(Home, "_write", hasty)]
+
+
+@mutant
+@shows("ran twice at peer")
+def an_attempt_is_begun_twice() -> list[Patch]:
+    start = Executor._start
+
+    def eager(self: Any, key: Any) -> None:
+        work = self._held[key].work
+        start(self, key)
+
+        async def again() -> None:
+            while key in self._held:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await self._workshop.attempt(work).run()
+
+        self._side.add(asyncio.ensure_future(again()))
+
+    return [(Executor, "_start", eager)]
+
+
+@mutant
+@where(majority_lost_s=10.0, slice_bytes=1, faults=("halve",), every_s=2.0, peers=4)
+def half_a_submission_goes_on_by_force() -> list[Patch]:
+    return [
+        (Replica, "whole", property(lambda self: True)),
+        (Replica, "void", property(lambda self: False)),
+    ]
+
+
+@mutant
+@shows("has other files of it than others have")
+def peers_tell_of_other_files() -> list[Patch]:
+    view = Answers._file_view
+
+    def liar(self: Any, run: Any, name: str) -> Any:
+        found = view(self, run, name)
+        odd = self._me[-1] in "13579bdf"
+        return found.model_copy(update={"hash": f"{found.hash}-"}) if odd else found
+
+    return [(Answers, "_file_view", liar)]
+
+
+@mutant
+@shows("does not say why")
+def tasks_wait_in_silence() -> list[Patch]:
+    return [(Home, "waiting_for", lambda self, run, task: "")]
+
+
+@mutant
+@shows("users still wait for an answer")
+def nobody_is_told_of_the_end() -> list[Patch]:
+    events = Answers._events
+
+    async def silent(self: Any, run: Any, arguments: Any) -> Any:
+        return (await events(self, run, arguments)).model_copy(update={"over": False})
+
+    return [(Answers, "_events", silent)]
+
+
+@mutant
+@shows("is void")
+def whole_submissions_are_taken_for_broken_off() -> list[Patch]:
+    take_up = Home._take_up
+
+    def hasty(self: Any, id: str, material: Any, run: Any = None) -> None:
+        take_up(self, id, None)
+
+    return [(Home, "_take_up", hasty)]

@@ -40,6 +40,7 @@ SEEDS_MAX = 20
 QUOTAS = (2**40, 2**40, 300_000)
 PATIENCE_S = 240.0
 LEAVE_S = 2.0
+ROOM_S = 60.0  # for what nobody wants any more to be given up
 QUIET_S = 15.0  # after the last end: time for leases to expire
 
 
@@ -61,6 +62,7 @@ CROWD = replace(
     forget_dead_s=240.0,  # no rumour is that old
 )
 CROWD_PEERS = 200
+HALVE_S = 5.0  # for so long a keeper is looked for that has a part of a submission
 CROWD_QUIET_S = 120.0
 
 
@@ -158,8 +160,10 @@ class World:
             self.faults += ["queue"] * 2
         self.every_s = plan.every_s * self.rng.choice((0.3, 1.0, 1.0, 2.0))
         self.sync_s = self.rng.choice((0.001, 0.001, 0.02, 0.2))
-        # a few of the larger files fill it: results wait for room until others are consumed
-        self.quota_bytes = 2**40 if plan.peers >= CROWD_PEERS else self.rng.choice(QUOTAS)
+        # a few of the larger files fill it: results wait for room until others are consumed (but
+        # all that is submitted while the faults last fits: also what nobody was told of)
+        longer = max(1, round(plan.seconds / Plan(0).seconds))
+        self.quota_bytes = 2**40 if plan.peers >= CROWD_PEERS else self.rng.choice(QUOTAS) * longer
         self.treachery = self.rng.choice((0.0, 0.3))  # who has just acknowledged dies
         if plan.replaced:
             self.treachery = 0.0  # so many die already
@@ -320,6 +324,7 @@ class World:
             await self._recover()
             await self._until(self._all_over, PATIENCE_S, None)
             await asyncio.sleep(self._quiet_s())
+            await self._until(self._all_free, ROOM_S, None)
             if self._broken is None:
                 self._guard(self._close)
             if self._broken is None:
@@ -362,6 +367,11 @@ class World:
         busy = any(host.enactment.home.active() for host in self.up())
         return not self._users and not busy and all(map(self.ledger.over, self.ledger.acknowledged))
 
+    def _all_free(self) -> bool:
+        """An attempt whose home is gone learns in a while that nobody wants it."""
+        doors = [host.enactment.admission for host in self.up()]
+        return all(door.free == door.capacity for door in doors)
+
     def _close(self) -> None:
         there = self.up()
         held: Counter[str] = Counter()
@@ -377,10 +387,10 @@ class World:
             if held[workflow] < majority(min(self.plan.keepers, len(there))):
                 self._copies(workflow)
                 raise Violation(f"{workflow} is over, and {held[workflow]} copies are left of it")
+        self.ledger.close()
         if self._followed:
             self._copies(min(self._followed))
             raise Violation(f"users still wait for an answer about {sorted(self._followed)}")
-        self.ledger.close()
         for host in self.up():
             admission = host.enactment.admission
             admission.sanity_check()
@@ -603,8 +613,11 @@ class World:
         return self._any()
 
     def _any(self) -> Host:
-        while not (host := self.rng.choice(self.hosts)).up:
-            pass  # some are: a world never falls as a whole
+        """One that is up, unless all have fallen at the same moment: then nobody answers."""
+        for _ in range(1000):
+            host = self.rng.choice(self.hosts)
+            if host.up:
+                break
         return host
 
     async def _ask(self, host: Host, work: Any, limit_s: float) -> Any:
@@ -800,6 +813,30 @@ class World:
                     victim.gone = True
                     victim.kill()
                 return
+
+    async def _do_halve(self) -> None:
+        """A keeper with a part of a submission is cut off, for longer than a majority is waited
+        for: only for worlds that name it."""
+        end = self._now() + HALVE_S
+        while self._now() < end:
+            for host in self.up():
+                keeping = host.enactment.keeping
+                for workflow, copy in keeping.replicas.items():
+                    part = copy.count and not 0 < copy.whole_at_count <= copy.count
+                    if part and workflow not in keeping.leads:
+                        await self._cut_off(host, 3 * self.plan.majority_lost_s)
+                        return
+            await asyncio.sleep(0.0005)
+
+    async def _cut_off(self, host: Host, seconds: float) -> None:
+        if host.id in self.network.cut:
+            return
+        self.say(f"peer {host.index} has a part of a submission, and is cut off")
+        self.network.cut.add(host.id)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.network.cut.discard(host.id)
 
     async def _do_stop(self) -> None:
         if not self.up():

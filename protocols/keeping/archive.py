@@ -18,7 +18,7 @@ from ..messages import Member
 from .election import Elections
 from .keeping import Keeping
 from .lines import Lines
-from .replica import forced, majority, odd
+from .replica import Replica, forced, majority, odd
 
 PAGE = 500
 RENEWED_S_MAX = 30.0
@@ -33,8 +33,13 @@ class Archive:
         self._lost.set()  # also after a start: who knows who has gone meanwhile
         self._under_way: dict[str, float] = {}  # since when
         self._fellows: set[bytes] = set()  # who keeps any of these journals, too
-        keeping.on_put_away = self._fellows.update
+        keeping.on_put_away = self._put_away
         keeping.members.listen(self._member_changed, at_stake=self._fellows)
+
+    def _put_away(self, replica: Replica) -> None:
+        self._fellows.update(replica.keepers)
+        if forced(replica.last_epoch):
+            self._lost.set()  # others may have come to another end: they have to meet
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         few = self._keeping.config.keepers

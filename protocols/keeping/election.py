@@ -13,15 +13,16 @@ Rules:
 - All journals that lost their home together are asked for in one message to each keeper.
 - Nobody stands, or is voted for, in an era that its log is not in (`in_era`).
 - Where a majority of keepers is lost for longer than a limit, if one is set, the best copy that is
-  left goes on by itself, under an epoch far above, and says so. How the two lines of a workflow
-  meet again, if the lost were only cut off: `lines`.
+  left goes on by itself, under an epoch far above, and says so; but not one that has only a part of
+  the submission: others may have all of it, and may have told its user so. How the two lines of a
+  workflow meet again, if the lost were only cut off: `lines`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import msgpack
@@ -48,6 +49,10 @@ CHECK_S = 5.0
 ASK_AT_ONCE = 64
 
 
+async def _nobody(replica: Replica) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _Due:
     at: float
@@ -64,6 +69,7 @@ class Elections:
         self._lost_since: dict[str, float] = {}
         self._started = False
         self.closed = False  # this peer leaves: it stands for nothing any more
+        self.meet: Callable[[Replica], Awaitable[None]] = _nobody  # other lines of a forced one
         keeping.on_vacant = self.vacant
         keeping.on_followed = self.followed
         keeping.on_keeper_back = self.back
@@ -183,6 +189,10 @@ class Elections:
         known = {w: max(self._seen.get(w, 0), keeping.replicas[w].promised) for w in batch}
         epochs = {w: next_epoch(known[w], keeping.rpc.me.id) for w in batch}
         epochs = {w: e for w, e in epochs.items() if in_era(e, keeping.replicas[w].last_epoch)}
+        # a line that was given up elsewhere does not begin anew with who had stayed behind
+        lines = [keeping.replicas[w] for w in epochs if forced(keeping.replicas[w].last_epoch)]
+        await asyncio.gather(*map(self.meet, lines))
+        epochs = {w: e for w, e in epochs.items() if self._still(w, e)}
         would = self._counted(epochs, await self._poll(epochs, trial=True))
         epochs = {w: e for w, e in epochs.items() if w in would and self._still(w, e)}
         if epochs:
@@ -211,7 +221,8 @@ class Elections:
     def _still(self, workflow: str, epoch: int) -> bool:
         """Nothing has come between the question and this."""
         replica = self._keeping.replicas.get(workflow)
-        return replica is not None and workflow in self._due and replica.promised < epoch
+        here = replica is not None and not self._keeping.is_closing(workflow)
+        return here and workflow in self._due and self._keeping.replicas[workflow].promised < epoch
 
     def _take_office(
         self, workflow: str, epoch: int, kind: str, why: str, keepers: tuple[bytes, ...] = ()
@@ -224,6 +235,7 @@ class Elections:
         body: dict[str, object] = {"home": keeping.rpc.me.id, "epoch": shown(epoch), "why": why}
         if keepers:
             body["keepers"] = keepers
+            body["committed"] = keeping.replicas[workflow].committed
         keeping.append(
             workflow, kind, msgpack.packb(body), then=lambda: self._in_office(workflow, epoch)
         )
@@ -309,6 +321,9 @@ class Elections:
         if replica is None:  # chosen as a keeper, but has got nothing yet; or had, and gave it up
             replica = keeping.shelf.remains(workflow)
         promised = replica.promised
+        another = bool(asked.entries and replica.count and asked.birth != replica.birth)
+        if another:
+            keeping.makes_way(replica)
         if keeping.is_closing(workflow):  # with what is promised now it would be forgotten, too
             return Vote(workflow, False, promised, "the copy here is being put away", replica.home)
         if replica.excludes(candidate, asked):
@@ -320,7 +335,7 @@ class Elections:
             # its way since before it fell. (Nobody else would stand, as it is there.)
             replica.home = b""
             self.vacant(workflow)
-        if why and replica.over and workflow not in keeping.leads:
+        if why and replica.over and workflow not in keeping.leads and not another:
             keeping.replicas[workflow] = replica  # it was away when this ended: tell it how
             self.vacant(workflow)
         if why:
@@ -334,7 +349,7 @@ class Elections:
             if replica.count:  # should nothing come of it
                 due = self._due.setdefault(workflow, _Due(0.0))
                 due.at = self._now() + keeping.config.stand_again_s_max
-                self._wake.set()
+            self._wake.set()  # there is a home to look after from now on
         return Vote(workflow, True, replica.promised)
 
     def _loyal(self, replica: Replica, candidate: bytes) -> str:
@@ -395,7 +410,7 @@ class Elections:
                 self._lost_since.pop(workflow, None)
                 continue
             since = self._lost_since.setdefault(workflow, now)
-            if now - since >= limit_s:
+            if now - since >= limit_s and replica.whole:
                 await self._force(workflow, replica, here)
 
     async def _force(self, workflow: str, replica: Replica, here: Iterable[bytes]) -> None:

@@ -26,7 +26,7 @@ from ..config import Config
 from ..members import Members, State
 from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..rpc import CallFailed, Refused, Rpc
-from .place import Where, spread, too_close, where, would_part
+from .place import Where, spread, where, would_part
 from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch, odd
 from .shelf import Shelf, Write
 
@@ -94,7 +94,7 @@ class Keeping:
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
         self.on_dropped: Callable[[str], None] = lambda workflow: None  # the copy here
         # of an ended journal that memory lets go of: its keepers
-        self.on_put_away: Callable[[tuple[bytes, ...]], None] = lambda keepers: None
+        self.on_put_away: Callable[[Replica], None] = lambda replica: None
         self._clock = clock
         self._couriers: dict[bytes, _Courier] = {}
         self._closing: set[str] = set()  # copies on their way from the disk
@@ -111,10 +111,12 @@ class Keeping:
     def choose(self, workflow: str) -> tuple[bytes, ...]:
         """This peer and others: an odd number, as many as wanted and there (`place`)."""
         me = self.rpc.me.id
-        alive = [where(m) for m in self.members.here() if m.state == State.ALIVE]
+        alive = [m for m in self.members.here() if m.state == State.ALIVE]
         wanted = odd(min(self.config.keepers, len(alive)))
-        mine = [w for w in alive if w.id == me]
-        others = [w for w in alive if w.id != me]
+        if wanted == 1:
+            return (me,)
+        mine = [where(m) for m in alive if m.contact.id == me]
+        others = [where(m) for m in alive if m.contact.id != me]
         return (me, *spread(workflow, mine, others, wanted - 1, self.config.overlay))
 
     def places(self, keepers: Iterable[bytes]) -> list[Where]:
@@ -302,7 +304,7 @@ class Keeping:
         known = sum(lead.told.get(k, 0) >= replica.ended_at_count for k in here)
         if known == len(here) and known + 1 >= majority(len(replica.keepers)):
             del self.leads[replica.workflow], self.replicas[replica.workflow]
-            self.on_put_away(replica.keepers)
+            self.on_put_away(replica)
 
     def _trim(self, replica: Replica, lead: Lead) -> None:
         me = self.rpc.me.id
@@ -533,7 +535,7 @@ class Keeping:
                 # home may have been promised a higher epoch meanwhile: that may not be on the disk
                 # yet, and must not be forgotten before it is.)
                 del self.replicas[found.workflow]
-                self.on_put_away(replica.keepers)
+                self.on_put_away(replica)
         return Kept.of(tuple(stored))
 
     def _take(self, home: bytes, found: Slice, writes: list[Write]) -> Stored:
@@ -541,16 +543,22 @@ class Keeping:
         replica = self.replicas.get(workflow) or self.shelf.replica(workflow)
         known = replica is not None
         replica = replica or self.shelf.remains(workflow)
-        if found.epoch < replica.promised:
-            return Stored(workflow, replica.promised, 0, "epoch")
         first = found.entries[0] if found.entries and not found.before else None
         other = first is not None and replica.count and first.epoch != replica.birth
+        if other and self.makes_way(replica):
+            return Stored(workflow, replica.promised, 0, "gap")  # and from the beginning again
+        if first is not None and first.epoch in replica.voided:
+            return Stored(workflow, replica.promised, 0, "exists")  # its end was agreed on here
         if other and forced(found.epoch) <= forced(replica.last_epoch):
-            # born twice, by one key at two peers: the first one here stays
+            # Born twice, by one key at two peers: the first one here stays. Which epochs it has
+            # seen is of no interest to the other.
             return Stored(workflow, replica.promised, 0, "exists")
-        if replica.over and forced(found.epoch) > forced(replica.last_epoch):
+        if found.epoch < replica.promised:
+            return Stored(workflow, replica.promised, 0, "epoch")
+        later = forced(found.epoch) > forced(replica.last_epoch)
+        if replica.over and later and not replica.shows_end(found):
             # an end that was agreed on holds against a home that went on without a majority
-            return Stored(workflow, replica.promised, 0, "exists")
+            return Stored(workflow, replica.promised, 0, "gap" if found.before else "exists")
         if not known:
             if first is None:
                 return Stored(workflow, replica.promised, 0, "gap")
@@ -570,9 +578,22 @@ class Keeping:
         self.counts["entries_kept"] += len(taken.entries)
         return Stored(workflow, found.epoch, taken.agreed, taken.refusal)
 
-    def drop(self, workflow: str, promise: bool = True) -> None:
-        """This copy is one too many. What was promised stays; unless that was to a line of the
-        journal that does not hold (`lines`)."""
+    def makes_way(self, replica: Replica) -> bool:
+        """Another workflow of the same name is here for one whose submission broke off: of that one
+        nobody was told anything. What was promised stays promised; and how far it was is told by
+        its birth: no copy of it that knows less of its end is ever voted for again, or taken. (Its
+        place among the entries says nothing about a journal of another birth.)"""
+        workflow = replica.workflow
+        if not replica.over or workflow in self.leads or not self.shelf.is_void(workflow):
+            return False
+        self.replicas[workflow] = replica
+        self.drop(workflow, voided=replica.birth)
+        return True
+
+    def drop(self, workflow: str, back_to: int | None = None, voided: int = 0) -> None:
+        """This copy is one too many. What was promised stays, and how far it was, or that it is
+        void; unless it is of a line that does not hold (`lines`): what stays then is of the era
+        that does."""
         replica = self.replicas.get(workflow)
         if replica is None or workflow in self.leads or workflow in self._closing:
             return
@@ -580,14 +601,21 @@ class Keeping:
         self.on_followed(workflow)
         self.on_dropped(workflow)
         self._closing.add(workflow)
-        promised, position = (replica.promised, replica.position) if promise else (0, (0, 0))
-        gone = Write(workflow, promised, forget=True, position=position)
+        gone = Write(
+            workflow,
+            replica.promised,
+            forget=True,
+            position=replica.floor if voided else replica.position,
+            back_to=back_to,
+            voided=voided,
+        )
         done = self.shelf.write([gone])
         done.add_done_callback(lambda _: self._dropped(workflow))
 
     def _dropped(self, workflow: str) -> None:
         self._closing.discard(workflow)
         self.replicas.pop(workflow, None)
+        self.on_dropped(workflow)  # (it may have been read from the disk meanwhile)
 
     # ----------------------------------------------------------------- who is there
 
@@ -619,9 +647,8 @@ class Keeping:
 
     def _parts(self, keepers: tuple[bytes, ...], new: Member) -> bool:
         """With it as a keeper, fewer would fall together."""
-        places = self.places(keepers)
-        crowded = too_close(self.rpc.me.id, places)
-        return new.state == State.ALIVE and would_part(places, crowded, where(new))
+        me, places = self.rpc.me.id, self.places(keepers)
+        return new.state == State.ALIVE and would_part(me, places, where(new))
 
     async def close(self) -> None:
         tasks = [c.task for c in self._couriers.values() if c.task is not None]

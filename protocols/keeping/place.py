@@ -72,19 +72,27 @@ def spread(
     return found
 
 
-def too_close(me: bytes, keepers: Sequence[Where]) -> list[Where]:
-    """Those beside `me` that fall with another one: the same machine first, then the same site."""
-    others = [w for w in keepers if w.id != me]
-    hosts, sites = Counter(w.host for w in keepers), Counter(w.site for w in keepers)
-    same = [w for w in others if hosts[w.host] > 1]
-    return same or [w for w in others if sites[w.site] > 1]
-
-
-def would_part(keepers: Sequence[Where], crowded: Sequence[Where], new: Where) -> bool:
-    """With this one in the place of one of the crowded, fewer would fall together."""
+def crowding(keepers: Sequence[Where]) -> tuple[int, int]:
+    """How many fall with another one: with its machine, which counts first, and with its site."""
     hosts, sites = {w.host for w in keepers}, {w.site for w in keepers}
-    same_host = len(hosts) < len(keepers)
-    return bool(crowded) and (new.host not in hosts if same_host else new.site not in sites)
+    return len(keepers) - len(hosts), len(keepers) - len(sites)
+
+
+def without_one(me: bytes, keepers: Sequence[Where]) -> list[Where]:
+    """One less, but not `me`: those that are left fall together as little as they can."""
+    ways = [[w for w in keepers if w != out] for out in reversed(keepers) if out.id != me]
+    return min(ways, key=crowding, default=list(keepers))
+
+
+def would_part(me: bytes, keepers: Sequence[Where], new: Where) -> bool:
+    """With this one in the place of another, fewer fall together: so one change is never undone by
+    the next."""
+    hosts, sites = {w.host for w in keepers}, {w.site for w in keepers}
+    shared = len(hosts) < len(keepers), len(sites) < len(keepers)
+    if not (shared[0] and new.host not in hosts) and not (shared[1] and new.site not in sites):
+        return False  # it is where others are: mostly so
+    now = crowding(keepers)
+    return any(now) and crowding(without_one(me, [*keepers, new])) < now
 
 
 def risk(keepers: Sequence[Where]) -> str:

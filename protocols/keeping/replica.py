@@ -33,6 +33,9 @@ KEEPERS_MAX = 9
 FORCED_LINES = 2**12
 EPOCH_MAX = 2**63 - 1  # as a database has it
 CONFIGS = ("keepers", "forced")
+PARTS = ("submitted", "document")
+#: the first entry says who keeps a journal, the second is its submission, or the first part of it
+SUBMITTED_SEQ = 1
 
 
 def next_epoch(known: int, me: bytes) -> int:
@@ -45,7 +48,7 @@ def forced_epoch(known: int, me: bytes) -> int | None:
     without a majority, do not share one. None: there were too many eras already."""
     tag = zlib.crc32(me)
     era = (forced(known) // FORCED_LINES + 1) * FORCED_LINES + tag % FORCED_LINES
-    epoch = ((era * FORCED_STEP) << TAG_BITS) | tag
+    epoch = first_of(era) | tag
     return epoch if epoch <= EPOCH_MAX else None
 
 
@@ -57,6 +60,11 @@ def shown(epoch: int) -> int:
 def forced(epoch: int) -> int:
     """How often a home of this line of epochs went on without a majority."""
     return shown(epoch) // FORCED_STEP
+
+
+def first_of(era: int) -> int:
+    """No epoch of an earlier era is as high."""
+    return (era * FORCED_STEP) << TAG_BITS
 
 
 def begins_era(epoch: int) -> bool:
@@ -93,6 +101,24 @@ def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
         return ()
 
 
+def committed_of(entry: Entry) -> int:
+    """How many entries counted when a home went on without a majority, as far as it knew."""
+    try:
+        found = msgpack.unpackb(entry.body)["committed"]
+        return found if type(found) is int else 0
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return 0
+
+
+def parts_of(entry: Entry) -> int:
+    """Entries that a submission takes: this one, and those with the rest of its document."""
+    try:
+        found = msgpack.unpackb(entry.body).get("parts", 1)
+        return found if type(found) is int and found > 0 else 1
+    except (ValueError, AttributeError, TypeError, msgpack.UnpackException):
+        return 1
+
+
 @dataclass(slots=True)
 class Taken:
     """What became of a slice: to be cut from here on, to be written, and how many now agree."""
@@ -117,6 +143,12 @@ class Replica:
     #: last epoch and count of a copy that was here before and was given up: who votes must not
     #: forget what it once had, or a home from before it left could come back by its vote
     floor: tuple[int, int] = (0, 0)
+    #: homes that went on without a majority: where, in which epoch, what counted by then
+    forced_at: list[tuple[int, int, int]] = field(default_factory=list)
+    whole_at_count: int = 0  # with so many entries all of its submission is here
+    broken_at: int | None = None  # unless an entry of another home has come in between, here
+    #: births of journals of this name that broke off, which was agreed on, and made way here
+    voided: frozenset[int] = frozenset()
 
     @property
     def keepers(self) -> tuple[bytes, ...]:
@@ -148,6 +180,17 @@ class Replica:
     @property
     def over(self) -> bool:
         return 0 < self.ended_at_count <= self.committed
+
+    @property
+    def whole(self) -> bool:
+        """All of its submission is here: it can run, and may have been acknowledged."""
+        return self.broken_at is None and 0 < self.whole_at_count <= self.count
+
+    @property
+    def void(self) -> bool:
+        """It ended as half a submission: of this line nobody was told anything."""
+        whole = self.broken_at is None and 0 < self.whole_at_count < self.ended_at_count
+        return self.over and not whole
 
     def epoch_at(self, seq: int) -> int:
         """Of one entry; 0 where there is none."""
@@ -190,8 +233,14 @@ class Replica:
         """What an entry says of the copy itself."""
         if entry.kind in CONFIGS:
             self.configs.append((entry.seq, keepers_of(entry)))
+            if entry.kind == "forced":
+                self.forced_at.append((entry.seq, entry.epoch, committed_of(entry)))
         elif entry.kind == "ended":
             self.ended_at_count = entry.seq + 1
+        elif entry.kind == "submitted":
+            self.whole_at_count = entry.seq + parts_of(entry)
+        if entry.kind not in PARTS and self.broken_at is None and entry.seq < self.whole_at_count:
+            self.broken_at = entry.seq  # the rest never will come
 
     def cut(self, seq: int) -> None:
         assert seq >= self.committed, "what a majority has is never cut off"
@@ -200,8 +249,37 @@ class Replica:
             self.starts.pop()
         while self.configs and self.configs[-1][0] >= seq:
             self.configs.pop()
+        while self.forced_at and self.forced_at[-1][0] >= seq:
+            self.forced_at.pop()
         if self.ended_at_count > seq:
             self.ended_at_count = 0
+        if seq <= SUBMITTED_SEQ:
+            self.whole_at_count = 0
+        if self.broken_at is not None and self.broken_at >= seq:
+            self.broken_at = None
+
+    @property
+    def line(self) -> int:
+        """The era of the line that this copy is of; of one that is over, the era in which its end
+        was agreed on: a home that goes on without a majority only to have it copied changes nothing
+        about it."""
+        if not self.over:
+            return forced(self.last_epoch)
+        era = forced(self.epoch_at(self.ended_at_count - 1))
+        for seq, epoch, committed in self.forced_at:
+            if seq >= self.ended_at_count > committed:
+                era = forced(epoch)
+        return era
+
+    def shows_end(self, found: Slice) -> bool:
+        """A slice is of a line that has the end which this copy has. (What comes before an entry
+        of one epoch and place is the same everywhere.)"""
+        at = self.ended_at_count - 1
+        if found.before > at:
+            known = found.before <= self.count
+            return known and self.epoch_at(found.before - 1) == found.before_epoch
+        entries = found.entries[at - found.before :]
+        return bool(entries) and entries[0].epoch == self.epoch_at(at)
 
     # ----------------------------------------------------------------- voting
 
@@ -213,6 +291,8 @@ class Replica:
             return "its copy is of before its home went on without a majority"
         if self.count and asked.birth != self.birth:
             return "it is another workflow of the same name"
+        if asked.birth in self.voided:
+            return "its submission broke off, as was agreed on"
         if (asked.last_epoch, asked.entries) < self.position:
             return "its copy is behind this one"
         return ""
@@ -222,9 +302,13 @@ class Replica:
 
         Only who has all that it has can know: a copy that stayed behind knows an old set, in which
         those of today may not be. (One whose last entry is of a later epoch, or that is longer in
-        the same one, has every entry of the other's that counts.)"""
+        the same one, has every entry of the other's that counts. But not of another workflow of
+        the same name: what became of that one, no copy of this one tells.)"""
+        if asked.entries and asked.birth != self.birth:
+            return False
         ahead = (self.last_epoch, self.count) >= (asked.last_epoch, asked.entries)
-        return self.config_agreed and candidate not in self.keepers and ahead
+        # (of a journal that is over, any copy more or less loses nothing: it keeps its promise)
+        return (self.config_agreed or self.over) and candidate not in self.keepers and ahead
 
     # ----------------------------------------------------------------- leading
 

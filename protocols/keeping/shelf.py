@@ -22,6 +22,10 @@ class Write:
     over: bool = False  # its end is on a majority
     forget: bool = False  # the copy goes; what was promised, and how far it was, stays
     position: tuple[int, int] = (0, 0)  # of a copy that goes: its last epoch, its entries
+    #: of a copy that goes, as it is of a line that does not hold: the era of the one that does.
+    #: What stays is what was promised, and how far the copy was, when it left that era.
+    back_to: int | None = None
+    voided: int = 0  # the birth of a copy that goes because its submission broke off
 
 
 class Shelf(Protocol):
@@ -48,6 +52,9 @@ class Shelf(Protocol):
         """Copies whose end is on a majority, by their names: keepers, the last entry's epoch."""
 
     def replica(self, workflow: str) -> Replica | None: ...
+
+    def is_void(self, workflow: str) -> bool:
+        """Of its submission not everything was kept: nobody was told that it was accepted."""
 
     def remains(self, workflow: str) -> Replica:
         """An empty copy, with what is remembered of one that was here before."""

@@ -12,7 +12,7 @@ import asyncio
 
 from ..members import State
 from .keeping import Keeping, Lead
-from .place import spread, too_close, where, would_part
+from .place import crowding, spread, where, without_one, would_part
 from .replica import Replica, majority, odd
 
 PAUSE_S = 0.02
@@ -86,10 +86,12 @@ class Tending:
     def wanted(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
         members, me, strangers = self._keeping.members, self._keeping.rpc.me.id, lead.strangers
-        places = self._keeping.places(replica.keepers)
-        crowded = too_close(me, places)
-        full = len(replica.keepers) == odd(self._keeping.config.keepers)
         healthy = all(k not in strangers and members.is_alive(k) for k in replica.keepers)
+        alone = members.count <= len(replica.keepers)  # nobody could take another's place
+        # (one keeper falls with nobody else)
+        places = [] if alone or len(replica.keepers) == 1 else self._keeping.places(replica.keepers)
+        crowded = any(crowding(places))
+        full = len(replica.keepers) == odd(min(self._keeping.config.keepers, members.count))
         if full and healthy and not crowded:
             return replica.keepers  # mostly; not all members are looked at for that
         there_are = [where(m) for m in members.here() if m.state == State.ALIVE]
@@ -110,13 +112,14 @@ class Tending:
             having = [k for k in left if k == me or lead.have.get(k, 0) >= replica.committed]
             return left if len(having) >= majority(len(left)) else now
         if len(now) > max(aim, self._keeping.config.keepers):
-            others = [w.id for w in crowded] or [k for k in now if k != me]
-            return tuple(k for k in now if k != others[-1])
+            stay = without_one(me, places)
+            out = [w.id for w in places if w not in stay] or [k for k in now if k != me]
+            return tuple(k for k in now if k != out[-1])
         if len(now) < aim and free:
             rest = [w for w in there_are if w.id not in now]
             return (*now, *spread(replica.workflow, places, rest, 1, overlay))
         if len(now) == aim and healthy:  # one more first, on a machine or site of its own
             rest = [w for w in there_are if w.id not in now]
-            rest = [w for w in rest if would_part(places, crowded, w)]
+            rest = [w for w in rest if would_part(me, places, w)]
             return (*now, *spread(replica.workflow, places, rest, 1, overlay))
         return now
