@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -17,7 +18,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,20 @@ from workflow.names import file_problem
 from workflow.quantities import show_bytes, show_seconds
 from workflow.schema import STRICT_SHELL
 
-from .blobs import BlobError, Blobs, NeverFits, QuotaFull, copy_file, is_plain, open_plain
+from .blobs import (
+    CHUNK_BYTES,
+    BlobError,
+    Blobs,
+    NeverFits,
+    QuotaFull,
+    copy_file,
+    is_plain,
+    open_plain,
+)
 from .nursery import MARKER
 from .processes import (
     REPLY_BYTES_MAX,
+    WORK,
     Exit,
     NurseryGone,
     Processes,
@@ -47,7 +58,7 @@ from .transfer import Transfer, Unavailable
 log = logging.getLogger("valence.attempt")
 
 LOG_TAIL_CHARS = 4000
-WORK = "work"
+NAMES_AT_ONCE = 256
 GONE = "gone-"  # so begin the names of directories that are being removed
 MISSING_MAX = 1000
 LOOK_S = 0.5  # between two looks at what a task uses
@@ -88,6 +99,17 @@ class PeerFailed(Exception):
     """This peer's fault, or nobody's: the attempt is handed back."""
 
 
+def _names() -> Iterator[str]:
+    """That nobody guesses; the system is asked for many at once."""
+    while True:
+        many = secrets.token_hex(8 * NAMES_AT_ONCE)
+        for start in range(0, len(many), 16):
+            yield many[start : start + 16]
+
+
+_NAMES = _names()
+
+
 class Attempt:
     def __init__(
         self,
@@ -103,7 +125,7 @@ class Attempt:
         self._limits = limits
         self.work = work
         self.result: dict[str, object] = {}
-        self._name = secrets.token_hex(8)
+        self._name = next(_NAMES)
         self._place = f"{directory}/{self._name}"
         self._processes = processes
         self._blobs = blobs
@@ -111,6 +133,8 @@ class Attempt:
         self._log_bytes_max = log_bytes_max
         self._sandbox = sandbox
         self._left = False  # something of it is on disk
+        self._value = ""  # the path of a value, should it be large
+        self._nameless_bytes = 0  # see `Usage`
 
     @property
     def _home(self) -> Path:
@@ -119,10 +143,6 @@ class Attempt:
     @property
     def _log(self) -> Path:
         return Path(self._place + ".log")
-
-    @property
-    def _value(self) -> Path:
-        return Path(self._place + ".value")
 
     @property
     def plain(self) -> bool:
@@ -267,6 +287,7 @@ class Attempt:
                 new = False
             for name in PLACES.values():
                 (self._home / name).mkdir(mode=0o700, exist_ok=True)
+            await asyncio.to_thread(self._hand_over)
             command = self._sandbox.wrap(command, self._place, environment, self.work.network)
             environment = {"PATH": SEARCHED, MARKER: self._name}
         id, exit = self._processes.spawn(
@@ -314,10 +335,10 @@ class Attempt:
             if limit_s is not None and loop.time() - start >= limit_s:
                 found = too_long(self.work), "timeout"
             else:
-                found = await self._too_much(id)
+                found = await self.too_much(id)
                 if not found[0] and loop.time() >= look_at:
                     began = loop.time()
-                    found = await asyncio.to_thread(self._too_much_on_disk)
+                    found = await asyncio.to_thread(self.too_much_on_disk)
                     look_at = loop.time() + max(LOOK_S, LOOK_PART * (loop.time() - began))
             if found[0]:
                 await self._processes.end(id, exit)
@@ -331,23 +352,43 @@ class Attempt:
         """As it asked for; if it did not say, what the peer has."""
         return self.work.needs.capacity.memory_bytes or self._limits.memory_bytes
 
-    async def _too_much(self, id: int) -> tuple[str, str]:
-        used, processes = await self._processes.usage(id)
+    async def too_much(self, id: int) -> tuple[str, str]:
+        """Why the process with this id has to end, in a sentence and in a word, if it has."""
+        used, processes, nameless = await self._processes.usage(id)
         if self._memory_bytes_max and used > self._memory_bytes_max:
-            return too_large(used, self._memory_bytes_max), "memory"
+            asked = self.work.needs.capacity.memory_bytes
+            return too_large(used, asked, self._limits.memory_bytes), "memory"
         if processes > self._limits.processes:
             return f"killed: it has {processes:,} processes, {self._limits.processes:,} may be", ""
+        if nameless > self._disk_bytes_max:
+            return self._wrote_too_much(), ""
+        self._nameless_bytes = nameless
         return "", ""
 
-    def _too_much_on_disk(self) -> tuple[str, str]:
-        limits = self._limits
-        bytes_max = self.work.needs.capacity.disk_bytes or limits.disk_bytes
-        size, files = _usage(self._place, bytes_max, limits.files)
-        if size > bytes_max:
-            most = show_bytes(bytes_max)
-            return f"killed: it wrote more than {most} to its directory; ask for `disk`", ""
-        if files > limits.files:
-            return f"killed: it left more than {limits.files:,} files in its directory", ""
+    @property
+    def _disk_bytes_max(self) -> int:
+        return self.work.needs.capacity.disk_bytes or self._limits.disk_bytes
+
+    def _wrote_too_much(self) -> str:
+        return f"killed: it wrote more than {show_bytes(self._disk_bytes_max)}; ask for `disk`"
+
+    def too_much_on_disk(self) -> tuple[str, str]:
+        """The same, of what it has on disk."""
+        size, files = self._nameless_bytes, 0
+        places = [self._place] if self._left else []
+        worker_place = os.path.dirname(self._value)
+        if worker_place not in ("", self._place):
+            places.append(worker_place)
+        for place in places:
+            try:
+                more, there = usage_below(place, self._disk_bytes_max, self._limits.files)
+            except Unseen as error:
+                return f"killed: {error}", ""
+            size, files = size + more, files + there
+        if size > self._disk_bytes_max:
+            return self._wrote_too_much(), ""
+        if files > self._limits.files:
+            return f"killed: it left more than {self._limits.files:,} files", ""
         return "", ""
 
     async def _keep_log(self, held: bytes | None) -> None:
@@ -372,8 +413,10 @@ class Attempt:
 
     # ----------------------------------------------------------------- calls
 
-    def request(self) -> dict[str, Any]:
+    def request(self, place: str) -> dict[str, Any]:
+        """`place`: where a value that is large goes, in a file of a name that nobody guesses."""
         work = self.work
+        self._value = f"{place}/{self._name}.value"
         return {
             "call": work.call,
             "arguments": work.arguments,
@@ -384,21 +427,20 @@ class Attempt:
             "cwd": self._place if self._left else "",
             "env": self._environment() if self._left else dict(work.env),
             "workflow": work.key.workflow,
-            "value_path": self._place + ".value",
+            "value_path": self._value,
             "log_bytes_max": self._log_bytes_max,
         }
 
     async def _call(self) -> None:
         work = self.work
-        memory = self._memory_bytes_max if work.needs.capacity.memory_bytes else 0
-        request = self.request()
-        if self._processes.user_of(work.owner)[0] >= 0:
-            await self._bring_values(request)
         worker = await self._processes.worker(work.owner)
+        request = self.request(worker.place)
         losses = self._processes.losses
         try:
+            if self._processes.user_of(work.owner)[0] >= 0:
+                await self._bring_values(request)
             async with asyncio.timeout(work.timeout_s):
-                answer = await self._answer(worker, request, memory)
+                answer = await self._answer(worker, request)
         except BaseException as error:
             self._processes.discard(worker)
             self._left = True  # perhaps a part of its value
@@ -429,8 +471,7 @@ class Attempt:
 
     async def _walled_call(self) -> None:
         """In a process of its own inside the sandbox, which a warm worker can't enter."""
-        request = self.request()
-        request["value_path"] = str(self._home / ".value")
+        request = self.request(self._place)
         await self._bring_values(request)
         (self._home / ".request").write_bytes(msgpack.packb(request))
         once = (sys.executable, "-m", f"{__package__}.worker", ".request", ".reply")
@@ -443,11 +484,6 @@ class Attempt:
         if failure is not None or answer is None:
             raise failure or TaskFailed(WORKER_DIED)
         self.result.pop("exit_code", None)
-        if answer.get("path"):  # nobody writes to it any more: it is moved, not copied
-            made = self._home / ".value"
-            if not is_plain(made):
-                raise TaskFailed("its reply lies: it names a value that is not there")
-            made.rename(self._value)
         await self._answered(answer)
 
     def short(self, answer: dict[str, Any]) -> dict[str, object] | None:
@@ -467,25 +503,26 @@ class Attempt:
         file = None
         if answer.get("path"):
             self._left = True
-            if not is_plain(self._value):
+            made = Path(self._value)
+            if not self._value or not is_plain(made):
                 raise TaskFailed("its reply lies: it names a value that is not there")
-            hash, size = await self._blobs.adopt(self._value, self.work.key.workflow)
+            hash, size = await self._blobs.adopt(made, self.work.key.workflow)
             self._transfer.held(hash)
             file = File(name="value", hash=hash, size=size)
         self.result["value"] = Value(answer.get("encoding", ""), answer.get("data", b""), file)
 
-    async def _answer(self, worker: Worker, request: dict[str, Any], memory: int) -> dict[str, Any]:
-        if not memory:
-            return await worker.call(request)
+    async def _answer(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         call = asyncio.ensure_future(worker.call(request))
         try:
             while True:
                 await asyncio.wait([call], timeout=LOOK_S)
                 if call.done():
                     return call.result()
-                used, _ = await self._processes.usage(worker.id)
-                if used > memory:
-                    raise TaskFailed(too_large(used, memory), cause="memory")
+                reason, cause = await self.too_much(worker.id)
+                if not reason:
+                    reason, cause = await asyncio.to_thread(self.too_much_on_disk)
+                if reason:
+                    raise TaskFailed(reason, cause=cause)
         finally:
             call.cancel()
 
@@ -496,13 +533,17 @@ class Attempt:
     # ----------------------------------------------------------------- outputs
 
     async def _collect(self) -> tuple[File, ...]:
-        """All are looked at before the first is taken: one may be a link to another."""
+        """All are looked at before the first is taken: one may be a link to another. What is taken
+        lies among the peer's own files before anything more is done with it: something that the
+        task has left running may still change what is in its directory."""
         taken: list[Path] = []
         found = []
         try:
-            for name in self.work.outputs:
-                taken.append(await asyncio.to_thread(self._checked, name))
-            for name, path in zip(self.work.outputs, taken, strict=True):
+            copies = [await asyncio.to_thread(self._checked, name) for name in self.work.outputs]
+            taken += [copy for copy in copies if copy is not None]
+            for name, copy in zip(self.work.outputs, copies, strict=True):
+                path = copy if copy is not None else await asyncio.to_thread(self._take, name)
+                taken.append(path)
                 hash, size = await self._blobs.adopt(path, self.work.key.workflow)
                 self._transfer.held(hash)
                 found.append(File(name=name, hash=hash, size=size))
@@ -511,8 +552,9 @@ class Attempt:
                 path.unlink(missing_ok=True)
         return tuple(found)
 
-    def _checked(self, name: str) -> Path:
-        """The real file behind an output's name, if it is one of the task's own."""
+    def _checked(self, name: str) -> Path | None:
+        """If it is one of the task's own files: a copy of what it has by another name, too, such as
+        one file under two outputs; None of what can be taken as it is."""
         trouble = file_problem(name)
         if trouble:
             raise TaskFailed(f"output {name!r}: {trouble}")
@@ -528,23 +570,58 @@ class Attempt:
             raise TaskFailed(f"output {name!r} is a directory; outputs are files: pack it with tar")
         if not stat.S_ISREG(status.st_mode):
             raise TaskFailed(f"output {name!r} is no plain file")
-        if status.st_nlink > 1 or real != root / name or self.work.call is not None:
-            # somebody else's name for the same file, one file under two outputs, or a worker that
-            # lives on and may have it open: take a copy
-            copy = self._blobs.new_part()
-            copy_file(real, copy)
-            return copy
-        return real
+        if status.st_nlink == 1 and real == root / name:
+            return None
+        with self._opened(str(real.relative_to(root)), name) as (file, _, _):
+            return self._copied(file)
 
-    def forget(self) -> None:
-        """What a worker that is gone may have left of a value."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._place + ".value")
+    def _take(self, name: str) -> Path:
+        with self._opened(name, name) as (file, directory, last):
+            part = self._blobs.new_part()
+            try:
+                # (with a directory, if only for show: else Python's `link` follows no link)
+                os.link(f"/proc/self/fd/{file}", part, src_dir_fd=directory, follow_symlinks=True)
+            except OSError:
+                return self._copied(file)
+            with contextlib.suppress(OSError):  # else it has another name, and is copied
+                os.unlink(last, dir_fd=directory)
+            return part
+
+    def _copied(self, file: int) -> Path:
+        part = self._blobs.new_part()
+        with os.fdopen(os.dup(file), "rb") as source, part.open("xb") as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+        return part
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, name: str) -> Iterator[tuple[int, int, str]]:
+        """A plain file below the task's directory, its directory, and its name in that: no link on
+        the way is followed, whoever puts one there now."""
+        *parts, last = path.split("/")
+        with contextlib.ExitStack() as held:
+
+            def step(part: str, within: int | None, flags: int) -> int:
+                try:
+                    fd = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+                except OSError as error:
+                    raise TaskFailed(f"output {name!r}: {(error.strerror or '').lower()}") from None
+                held.callback(os.close, fd)
+                return fd
+
+            directory = step(os.path.realpath(self._home), None, os.O_RDONLY | os.O_DIRECTORY)
+            for part in parts:
+                directory = step(part, directory, os.O_RDONLY | os.O_DIRECTORY)
+            file = step(last, directory, os.O_RDONLY | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise TaskFailed(f"output {name!r} is no plain file")
+            yield file, directory, last
 
     def _clean(self) -> None:
-        remove_tree(self._home)
-        for path in (self._log, self._value):
-            path.unlink(missing_ok=True)
+        if not remove_tree(self._home):
+            log.warning("%s can't be removed: it is tried again when the peer starts", self._home)
+        self._log.unlink(missing_ok=True)
+        if self._value:
+            Path(self._value).unlink(missing_ok=True)
 
 
 class Workshop:
@@ -565,8 +642,8 @@ class Workshop:
         self._parts = (processes, blobs, transfer, log_bytes_max, sandbox, limits)
         self._clear(directory)
         self._directory.mkdir(mode=0o700)
-        if processes.user_of("")[0] >= 0:  # others leave values there, and can't look around
-            self._directory.chmod(0o1733)
+        if processes.user_of("")[0] >= 0:  # each to its own directory there, and to no other
+            self._directory.chmod(0o711)
 
     async def fetch(self, work: Work) -> Moved:
         """Its inputs, before it begins."""
@@ -613,7 +690,11 @@ def _has_bash() -> bool:
     return shutil.which("bash", path=SEARCHED) is not None
 
 
-def _usage(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
+class Unseen(Exception):
+    """A task keeps a part of its directory from being looked at: who knows how much it is."""
+
+
+def usage_below(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
     """Bytes on disk and files below a directory, not counted much further than the limits."""
     size = files = 0
     stack = [root]
@@ -628,8 +709,12 @@ def _usage(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if files > files_max:
                         break
-        except OSError:
-            continue  # it went away, or is deeper than a path may be
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise Unseen("its directories are nested deeper than a path may be long") from None
+            if error.errno == errno.EACCES:
+                raise Unseen("it has a directory that nobody may look into") from None
+            continue  # it went away
     return size, files
 
 
@@ -644,8 +729,11 @@ def too_long(work: Work) -> str:
     return f"it ran longer than its time-out of {show_seconds(work.timeout_s or 0.0)}"
 
 
-def too_large(used: int, asked: int) -> str:
-    return f"killed: it used {show_bytes(used)} of memory, {show_bytes(asked)} asked"
+def too_large(used: int, asked: int, there: int) -> str:
+    most = (
+        f"{show_bytes(asked)} asked" if asked else f"all that this peer has is {show_bytes(there)}"
+    )
+    return f"killed: it used {show_bytes(used)} of memory, {most}"
 
 
 def outcome(work: Work, found: dict[str, Any], times: tuple[float, float, float]) -> Outcome:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -326,20 +327,51 @@ class Blobs:
             self.cache.check(size)
             async with self.make_room(size) as own:
                 return await self.adopt(path, hold, hashed, own)
-        self.widen(room, size)
+        mine = path
         try:
-            hash = await asyncio.to_thread(hash_file, path) if hashed is None else hashed
-            await asyncio.to_thread(self._settle, path)
-            self._keep(path, hash, size, hold, room)
+            if hashed is None:  # somebody else's, who may write to it to this day
+                mine = await asyncio.to_thread(self._seize, path)
+                size = mine.lstat().st_size
+            self.widen(room, size)
+            hash = await asyncio.to_thread(hash_file, mine) if hashed is None else hashed
+            await asyncio.to_thread(self._settle, mine)
+            self._keep(mine, hash, size, hold, room)
         except OSError as error:
             raise BlobError(f"{path.name}: {error.strerror}") from None
+        finally:
+            if mine is not path:
+                mine.unlink(missing_ok=True)
         return hash, size
+
+    def _seize(self, path: Path) -> Path:
+        """So that nobody can change it any more: what it is hashed as it must stay. The file itself
+        if no process has it open for writing, which a lease on it proves; else a copy."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                os.fchown(fd, os.geteuid(), os.getegid())  # its maker runs as somebody else
+            os.fchmod(fd, 0o400)  # from here on nobody else can open it for writing
+            alone = os.fstat(fd).st_nlink == 1
+            if alone:
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                return path
+        except (OSError, AttributeError):  # it is open somewhere, or leases are not to be had here
+            pass
+        finally:
+            os.close(fd)
+        copy = self.new_part()
+        try:
+            copy_file(path, copy)
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
+        path.unlink()
+        return copy
 
     def _settle(self, part: Path) -> None:
         fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if os.fstat(fd).st_uid != os.geteuid():
-                os.fchown(fd, os.geteuid(), os.getegid())  # its maker runs as somebody else
             os.fchmod(fd, 0o400)
             os.utime(fd)  # its age here counts, not the one its maker gave it
             os.fdatasync(fd)

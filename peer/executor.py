@@ -62,10 +62,10 @@ from protocols.messages import (
 from protocols.rpc import CallFailed, Rpc
 from protocols.strategy import is_worth_reading
 
-from .attempt import NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
+from .attempt import LOOK_S, NURSERY_DIED, WORKER_DIED, Attempt, outcome, too_long
 from .blobs import BlobError, Blobs
 from .database import Database, DatabaseError, Statement
-from .processes import Processes, Reply, Worker
+from .processes import NurseryGone, Processes, Reply, Worker
 from .reasons import FENCED
 from .run import read_outcome
 
@@ -173,6 +173,7 @@ class Executor:
         self._lease_ttl_s = lease_ttl_s
         self._gang_check_s = gang_check_s
         self._ganged = asyncio.Event()
+        self._calling = asyncio.Event()
         self._held: dict[AttemptKey, _Held] = {}
         self._outbox: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
         self._epochs: OrderedDict[str, int] = OrderedDict()  # of each workflow's home, as heard
@@ -215,9 +216,15 @@ class Executor:
     def reserve(self, home: bytes, room: Room) -> Grant:
         """As if that home had asked for it."""
         grant = self._admission.reserve(home, room, self._now())
-        self._set_timer()
-        self.on_room()
+        self._reserved()
         return grant
+
+    def _reserved(self) -> None:
+        if self._admission.passed_over:
+            self._advance()
+        else:
+            self._set_timer()
+            self.on_room()
 
     def ticket(self) -> Ticket:
         """What this peer has to offer."""
@@ -226,10 +233,9 @@ class Executor:
     def _reserve(self, sender: Contact, message: Reserve) -> Offers:
         now = self._now()
         grants = tuple(self._admission.reserve(sender.id, room, now) for room in message.asks)
-        self._set_timer()
         if message.consumed:
             self.on_consumed(message.molecule, message.asks)
-        self.on_room()
+        self._reserved()
         return Offers(grants=grants, free=self._admission.free, ttl_s=self._lease_ttl_s)
 
     def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
@@ -258,7 +264,7 @@ class Executor:
             if before is not None:
                 refused.append((key, "an earlier home has given out that number here"))
                 continue
-            verdict = self._admission.commit(sender.id, work.lease, key, now)
+            verdict = self._admission.commit(sender.id, work.lease, key, now, work.owner)
             if verdict not in ("run", "wait"):
                 refused.append((key, verdict))
                 continue
@@ -282,6 +288,28 @@ class Executor:
             return held.work.epoch
         kept = self._outbox.get(home, {}).get(key)
         return kept[0].epoch if kept is not None else None
+
+    async def watch_calls(self) -> None:
+        """Those that warm workers run: what they use is looked at now and then."""
+        while True:
+            await self._calling.wait()
+            await asyncio.sleep(LOOK_S)
+            since = self._clock() - LOOK_S
+            calls = [h for h in self._held.values() if h.worker is not None]
+            if not calls:
+                self._calling.clear()
+            for held in calls:
+                worker, attempt = held.worker, held.attempt
+                if worker is None or attempt is None or held.started_at > since:
+                    continue
+                try:
+                    reason, cause = await attempt.too_much(worker.id)
+                except NurseryGone:
+                    continue  # its workers are gone with it, which their connections tell
+                if not reason:
+                    reason, cause = await asyncio.to_thread(attempt.too_much_on_disk)
+                if reason and held.worker is worker:  # it may have ended meanwhile
+                    self._stop_call(held, reason, cause)
 
     async def watch_gangs(self) -> None:
         """Ask whether attempts of gangs are still wanted: whatever went wrong, the others may have
@@ -420,7 +448,10 @@ class Executor:
         if limit_s is not None:
             loop = asyncio.get_running_loop()
             held.timer = loop.call_later(limit_s, self._out_of_time, held)
-        worker.send(attempt.request(), lambda reply: self._replied(held, attempt, reply))
+        self._calling.set()
+        worker.send(
+            attempt.request(worker.place), lambda reply: self._replied(held, attempt, reply)
+        )
 
     def _replied(self, held: _Held, attempt: Attempt, reply: Reply) -> None:
         worker = self._part_from_worker(held)
@@ -428,7 +459,6 @@ class Executor:
             return  # it was ended, by who saw to the rest too
         if reply is None:
             self._processes.discard(worker)
-            attempt.forget()
             if held.losses != self._processes.losses:
                 self._ended(held, {"kind": "returned", "reason": NURSERY_DIED})
             else:
@@ -455,13 +485,13 @@ class Executor:
         return worker
 
     def _out_of_time(self, held: _Held) -> None:
+        self._stop_call(held, too_long(held.work), "timeout")
+
+    def _stop_call(self, held: _Held, reason: str, cause: str) -> None:
         worker = self._part_from_worker(held)
         if worker is not None:
             self._processes.discard(worker)
-            if held.attempt is not None:
-                held.attempt.forget()
-            reason = too_long(held.work)
-            self._ended(held, {"kind": "failed", "reason": reason, "cause": "timeout"})
+            self._ended(held, {"kind": "failed", "reason": reason, "cause": cause})
 
     def _run_task(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
         held.task = asyncio.ensure_future(self._run(held, work))
@@ -640,6 +670,9 @@ class Executor:
                 continue
             settled = [k for k in answer.kept if k in batch]
             settled += self._seek(batch, answer)
+            for key in batch.keys() - set(settled):  # behind those that were not told yet
+                if key in box:
+                    box[key] = box.pop(key)
             if not settled:
                 await asyncio.sleep(delay_s)
                 delay_s = min(REPORT_RETRY_S_MAX, delay_s * 2)
@@ -725,8 +758,6 @@ class Executor:
         worker = self._part_from_worker(held)
         if worker is not None:
             self._processes.discard(worker)
-            if held.attempt is not None:
-                held.attempt.forget()
             self._aborted(held)
 
     def _inquire(self, sender: Contact, message: Inquire) -> Inquired:

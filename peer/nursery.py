@@ -2,17 +2,19 @@
 
 Why a process of its own: spawning from a large, threaded daemon is slow and blocks its loop; and
 when the daemon is killed, its end of the socket closes, and the nursery kills every task it
-started and goes: no orphan outlives a peer. It is forked before the daemon has threads, and is the
-parent and (Linux) the reaper of everything that tasks leave behind.
+started and goes: no orphan outlives a peer. It begins before the daemon has threads, and is the
+parent and (Linux) the reaper of everything that tasks leave behind. Workers are forks of it, and
+run their owner's code: so where tasks have a user of their own, it is a program of its own, with
+nothing in its memory or its variables that tasks must not see.
 
 Daemon → nursery:  ["spawn", id, argv, cwd, new, env, log path, log bytes max, file bytes max,
                     user, group]
-                   ["kill", id, signal]   ["worker", id, log path, sys.path, user, group]
+                   ["kill", id, signal]   ["worker", id, log path, place, sys.path, user, group]
                    ["usage", id]
 Nursery → daemon:  ["exited", id, code, log truncated, max rss, log or nil, removed]
                    ["failed", id, why]
                    ["worker", id, pid] with the worker's socket attached
-                   ["usage", id, rss bytes, processes]
+                   ["usage", id, rss bytes, processes, bytes in files without a name]
 
 Under another user than the daemon's (-1: under its own), if the daemon is root: the nursery takes
 on that user for the moment of the spawn, with root as its saved id to come back; what it starts has
@@ -28,16 +30,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import resource
 import select
 import shutil
 import signal
 import socket
+import stat
 import struct
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -106,7 +112,7 @@ class Nursery:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        for name in [n for n in os.environ if n.startswith("VALENCE_")]:
+        for name in os.environ.keys() - harmless(os.environ).keys():
             del os.environ[name]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -270,12 +276,21 @@ class Nursery:
 
     def _on_usage(self, id: int) -> None:
         child = self._children.get(id)
-        self._tell("usage", id, *((0, 0) if child is None else tree_usage(child.pid)))
+        self._tell("usage", id, *((0, 0, 0) if child is None else self._usage(child)))
+
+    def _usage(self, child: _Child) -> tuple[int, int, int]:
+        """Of all that it has started, also of what fled from it into a session of its own."""
+        known = {c.pid for c in self._children.values()}
+        fled = [p for p in children_of(os.getpid()) if p not in known and _marked(p, child.marker)]
+        return usage_of([child.pid, *fled])
 
     def _on_worker(
-        self, id: int, log_path: str, parent_path: list[str], user: int, group: int
+        self, id: int, log_path: str, place: str, parent_path: list[str], user: int, group: int
     ) -> None:
         try:
+            os.mkdir(place, 0o700)
+            if user >= 0:
+                os.chown(place, user, group)
             ours, theirs = socket.socketpair()
         except OSError as error:
             self._tell("failed", id, f"a worker can't be started: {error.strerror}")
@@ -430,14 +445,27 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def tree_usage(pid: int) -> tuple[int, int]:
-    """Bytes of memory, and processes."""
+def usage_of(roots: list[int]) -> tuple[int, int, int]:
+    """Bytes of memory, processes, and bytes in files that are open and have no name any more, of
+    these processes and all below them."""
     total = 0
-    members = (pid, *descendants(pid))
+    members = [member for root in roots for member in (root, *descendants(root))]
+    nameless: dict[tuple[int, int], int] = {}
     for member in members:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{member}/statm") as file:
             total += int(file.read().split()[1])
-    return total * resource.getpagesize(), len(members)
+        with contextlib.suppress(OSError):
+            _find_nameless(member, nameless)
+    return total * resource.getpagesize(), len(members), sum(nameless.values())
+
+
+def _find_nameless(pid: int, found: dict[tuple[int, int], int]) -> None:
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in itertools.islice(entries, OPEN_FILES_MAX):
+            with contextlib.suppress(OSError):
+                status = os.stat(entry.path)
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
 
 
 @contextlib.contextmanager
@@ -496,8 +524,44 @@ def _become_worker(
         os._exit(code)
 
 
-def start() -> tuple[socket.socket, int]:
-    """Fork a nursery: the daemon's end of the channel, and the pid."""
+#: variables that may hold a secret: no worker, and nothing that one starts, is to see them
+_SECRET = ("VALENCE_", "AWS_")
+_SECRET_PARTS = ("SECRET", "TOKEN", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY")
+
+
+def harmless(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without those that may hold a secret."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(_SECRET) and not any(p in name.upper() for p in _SECRET_PARTS)
+    }
+
+
+def launch() -> tuple[socket.socket, int]:
+    """As a program of its own, which knows nothing that its parent knows."""
+    ours, theirs = socket.socketpair()
+    package, module = __name__.rpartition(".")[::2]
+    root = Path(__file__).parents[package.count(".") + 1]
+    code = f"import sys; sys.path.append({str(root)!r}); from {package} import {module}; "
+    code += f"{module}.serve({theirs.fileno()})"
+    with theirs:
+        made = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            env=harmless(os.environ),
+        )
+    made.returncode = 0  # its end is seen by its channel
+    return ours, made.pid
+
+
+def start(apart: bool = False) -> tuple[socket.socket, int]:
+    """The daemon's end of the channel, and the pid. `apart`: what the daemon has in memory is
+    nothing for tasks, which run as somebody else; a fork would have it all."""
+    if apart:
+        return launch()
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -511,6 +575,6 @@ def start() -> tuple[socket.socket, int]:
     return ours, pid
 
 
-if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)  # it is ours alone, not for tasks
-    Nursery(socket.socket(fileno=int(sys.argv[1]))).run()
+def serve(fd: int) -> None:
+    os.set_inheritable(fd, False)  # it is ours alone, not for tasks
+    Nursery(socket.socket(fileno=fd)).run()

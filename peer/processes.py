@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
 import os
+import re
+import secrets
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from . import nursery
 from .nursery import LENGTH
+from .removal import remove_tree
 
 log = logging.getLogger("valence.processes")
 
@@ -29,6 +32,8 @@ RESTART_S = 1.0
 REPLY_BYTES_MAX = 64 * 2**20
 IDLE_WORKERS_MAX = 64
 VALUE_BYTES_MAX = 64 * 1024
+PLACE_KEPT_S = 5.0
+WORK = "work"  # below a peer's directory, what tasks have
 
 
 class NurseryGone(Exception):
@@ -48,6 +53,14 @@ class Exit:
     removed: bool  # the directory that was made for it is gone again
 
 
+class Usage(NamedTuple):
+    """Of a process and of all that it has started."""
+
+    memory_bytes: int = 0
+    processes: int = 0
+    nameless_bytes: int = 0  # on disk, in files that are open and have no name any more
+
+
 Reply = dict[str, Any] | None  # None: the worker died
 OnReply = Callable[[Reply], None]
 
@@ -55,10 +68,11 @@ OnReply = Callable[[Reply], None]
 class Worker(asyncio.Protocol):
     """One warm process, used by one call at a time; its answer comes as a callback."""
 
-    def __init__(self, id: int, pid: int, owner: str) -> None:
+    def __init__(self, id: int, pid: int, owner: str, place: str) -> None:
         self.id = id
         self.pid = pid
         self.owner = owner
+        self.place = place  # where it leaves values
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._on_reply: OnReply | None = None
@@ -118,8 +132,9 @@ def read_reply(packed: bytes) -> dict[str, Any]:
         return _lie("it can't be read")
     if not isinstance(found, dict) or not isinstance(found.get("ok"), bool):
         return _lie("it does not say whether it succeeded")
-    for key, kind in _REPLY.items():
-        if not isinstance(found.get(key, kind()), kind):
+    for key, value in found.items():
+        kind = _REPLY.get(key, object)
+        if not isinstance(value, kind):
             return _lie(f"its {key} is no {kind.__name__}")
     if found["ok"] and not found.get("path"):
         if found.get("encoding") not in ("json", "pickle"):
@@ -130,6 +145,8 @@ def read_reply(packed: bytes) -> dict[str, Any]:
             return _lie("its value is no JSON")
     return found
 
+
+_SIMPLE = re.compile(rb"-?[1-9]\d{0,17}|0|true|false|null")
 
 _REPLY: dict[str, type] = {
     "encoding": str,
@@ -143,6 +160,8 @@ _REPLY: dict[str, type] = {
 
 
 def _is_json(data: bytes) -> bool:
+    if _SIMPLE.fullmatch(data):
+        return True
     try:
         json.loads(data)
     except (ValueError, RecursionError):
@@ -169,7 +188,8 @@ class Processes:
         self._ids = itertools.count(1)
         self._exits: dict[int, asyncio.Future[Exit]] = {}
         self._workers: dict[int, asyncio.Future[tuple[int, socket.socket]]] = {}
-        self._usages: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._usages: dict[int, asyncio.Future[Usage]] = {}
+        self._places: dict[int, Path] = {}  # of workers: a directory each, that goes with it
         self._idle: list[Worker] = []  # the one that was used last stands last
         self._alive: set[int] = set()
         self._closing = False
@@ -234,11 +254,13 @@ class Processes:
         kind, id = row[0], row[1]
         if kind == "exited":
             self._alive.discard(id)
+            self._forget_place(id)
             self._idle = [w for w in self._idle if w.id != id or w.close()]  # type: ignore[func-returns-value]
             _set(self._exits.pop(id, None), Exit(*row[2:]))
         elif kind == "failed":
             _fail(self._exits.pop(id, None), StartFailed(row[2]))
             _fail(self._workers.pop(id, None), NurseryGone(row[2]))
+            self._forget_place(id)
         elif kind == "worker":
             self._alive.add(id)
             channel = socket.socket(fileno=self._fds.pop(0))
@@ -249,7 +271,15 @@ class Processes:
             else:
                 future.set_result((row[2], channel))
         elif kind == "usage":
-            _set(self._usages.pop(id, None), (row[2], row[3]))
+            _set(self._usages.pop(id, None), Usage(*row[2:]))
+
+    def _forget_place(self, id: int) -> None:
+        """What it left last may still be on its way to the blobs."""
+        place = self._places.pop(id, None)
+        if place is not None:
+            loop = asyncio.get_running_loop()
+            later = functools.partial(loop.run_in_executor, None, remove_tree, place)
+            loop.call_later(PLACE_KEPT_S, later)
 
     def _detach(self) -> None:
         loop = asyncio.get_running_loop()
@@ -274,6 +304,8 @@ class Processes:
             worker.close()
         self._idle.clear()
         self._alive.clear()
+        for id in list(self._places):
+            self._forget_place(id)
         self._orders.clear()
         self._flushing = False
         # what it ran became this process's children (see `adopt_orphans`): end them
@@ -287,14 +319,7 @@ class Processes:
         if self._closing:
             return
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                subprocess.Popen(
-                    [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                ).returncode = 0
+            ours, _ = nursery.launch()
         except OSError:  # no process or file can be had now: what is asked meanwhile waits
             log.exception("the nursery can't be started again yet")
             asyncio.get_running_loop().call_later(RESTART_S, self._start_another)
@@ -340,9 +365,8 @@ class Processes:
             self._tell("kill", id, int(signal.SIGKILL))
             await asyncio.wait([exit], timeout=TERM_GRACE_S)
 
-    async def usage(self, id: int) -> tuple[int, int]:
-        """Bytes of memory, and processes."""
-        future: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+    async def usage(self, id: int) -> Usage:
+        future: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
         self._usages[id] = future
         self._tell("usage", id)
         return await future
@@ -368,9 +392,12 @@ class Processes:
         future: asyncio.Future[tuple[int, socket.socket]] = loop.create_future()
         self._workers[id] = future
         log = str(self._directory / f"worker-{id}.log")
-        self._tell("worker", id, log, sys.path, *self.user_of(owner))
+        place = self._directory / WORK / f"worker-{secrets.token_hex(8)}"
+        place.parent.mkdir(mode=0o711, exist_ok=True)
+        self._places[id] = place
+        self._tell("worker", id, log, str(place), sys.path, *self.user_of(owner))
         pid, channel = await future
-        worker = Worker(id, pid, owner)
+        worker = Worker(id, pid, owner, str(place))
         await loop.create_unix_connection(lambda: worker, sock=channel)
         return worker
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,8 +51,8 @@ def _enter(name: str, within: int | None) -> int:
 
 
 def _empty(top: int) -> None:
-    numbers = itertools.count()
-    waiting = _clear(top, top, numbers)
+    names = (f".{secrets.token_hex(8)}" for _ in itertools.count())  # that no task can have taken
+    waiting = _clear(top, top, names)
     while waiting:
         name = waiting.pop()
         try:
@@ -58,19 +60,19 @@ def _empty(top: int) -> None:
         except OSError:
             continue
         try:
-            waiting += _clear(inner, top, numbers)
+            waiting += _clear(inner, top, names)
         finally:
             os.close(inner)
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=top)
 
 
-def _clear(directory: int, top: int, numbers: itertools.count[int]) -> list[str]:
+def _clear(directory: int, top: int, names: Iterator[str]) -> list[str]:
     """Its files are removed; its directories are moved up, and named."""
     found = []
     with os.scandir(directory) as entries:
-        names = [entry.name for entry in entries]
-    for name in names:
+        there = [entry.name for entry in entries]
+    for name in there:
         try:
             kind = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
             if not stat.S_ISDIR(kind):
@@ -80,7 +82,7 @@ def _clear(directory: int, top: int, numbers: itertools.count[int]) -> list[str]
             else:
                 with contextlib.suppress(OSError):  # to move it, it must be writable itself
                     os.chmod(name, 0o700, dir_fd=directory)
-                moved = f".removed-{next(numbers)}"
+                moved = next(names)
                 os.rename(name, moved, src_dir_fd=directory, dst_dir_fd=top)
                 found.append(moved)
         except OSError:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
 #: of /etc only what programs need to find libraries, names and certificates
@@ -44,15 +45,20 @@ class Sandbox:
         self._closed = ("/run", hidden, "/dev")
 
     @classmethod
-    def find(cls, data: Path) -> Sandbox:
-        """Tried once, so that a peer that can't keep what it promises does not start."""
+    def find(cls, data: Path, user: tuple[int, int] | None = None) -> Sandbox:
+        """Tried once, as the user and group that tasks have, so that a peer that can't keep what it
+        promises does not start."""
         program = shutil.which("bwrap")
         if program is None:
             raise NoSandbox("sandbox = bwrap: there is no bwrap here; install bubblewrap")
         made = cls(program, _readable(), str(data))
-        argv = [*made.wrap(["true"], "", {"PATH": os.defpath}, False)]
+        python = [sys.executable, "-c", "import msgpack"]
+        argv = [*made.wrap(python, "", {"PATH": os.defpath}, False)]
+        more: dict[str, Any] = {}
+        if user is not None:
+            more = {"user": user[0], "group": user[1], "extra_groups": [], "cwd": "/"}
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=TRY_S_MAX)
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=TRY_S_MAX, **more)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoSandbox(f"sandbox = bwrap: {error}") from None
         if done.returncode:

@@ -3,6 +3,7 @@ messages, its deadline as a time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -126,6 +127,23 @@ def due_at(workflow: Workflow, submitted_at: float) -> float | None:
         return submitted_at + quantities.seconds(text)
     except ValueError:
         return datetime.fromisoformat(text).timestamp()
+
+
+#: a document so short is read at once: a thread would take longer to begin; unless it has
+#: something that multiplies, or a word in it may be written in a way that is not seen here
+INLINE_BYTES_MAX = 4096
+#: what a few bytes may make many tasks or values of; but for a handful, which is no matter
+_MULTIPLIERS = (b"foreach", b"peers", b"&", b"\\")
+_MANY = re.compile(rb"foreach(?![\"']?\s*:\s*\d\s*[,}\n\r])")
+
+
+def is_much(text: bytes) -> bool:
+    """To read a document, or to make its workflow, may take long: that is done away from the loop,
+    whenever it is done."""
+    if len(text) > INLINE_BYTES_MAX:
+        return True
+    each, *others = (word in text for word in _MULTIPLIERS)
+    return any(others) or (each and _MANY.search(text) is not None)
 
 
 def read_document(text: bytes, options: dict[str, object]) -> Workflow:

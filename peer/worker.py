@@ -74,20 +74,36 @@ def substitute(value: Any, results: dict[str, Any]) -> Any:
 
 
 class Imported:
-    """The files behind the modules that calls have imported, as they were then."""
+    """The files behind the modules that calls have imported, as they were *before* they were read:
+    one that is edited while it is being read, or while the call that imported it still runs, has
+    changed since.
+
+    It stands first among Python's finders, so that it sees each import of a module that is not
+    there yet, and hears of each source that is read, whoever reads it: calls that import nothing,
+    which are most, cost nothing here."""
 
     def __init__(self) -> None:
-        self._before = frozenset(sys.modules)  # ours, and what Python itself needs
-        self._seen: dict[str, tuple[str, _Stamp]] = {}
+        self._seen: dict[str, _Stamp] = {}
         self._workflow = ""
         self._looked_at = 0.0
+        self._fresh = False  # directories were read since the last look
 
-    def note(self) -> None:
-        """After a call: what it has imported."""
-        for name in sys.modules.keys() - self._before - self._seen.keys():
-            path = getattr(sys.modules.get(name), "__file__", None)
-            if isinstance(path, str):
-                self._seen[name] = path, _stamp(path)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """As the others find it. A module may have been made since a directory was read."""
+        if not self._fresh:
+            self._fresh = True
+            importlib.invalidate_caches()
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        found = next((spec for spec in specs if spec is not None), None)
+        if found is not None:
+            archive = getattr(found.loader, "archive", None)  # of what lies in a zip file
+            self.about_to_read(archive or (found.origin if found.has_location else None))
+        return found
+
+    def about_to_read(self, path: Any) -> None:
+        if isinstance(path, str) and path not in self._seen:
+            self._seen[path] = _stamp(path)
 
     def changed(self, workflow: str) -> bool:
         """Looked at when another workflow calls, as somebody may have edited between the two; and
@@ -95,8 +111,8 @@ class Imported:
         now = time.monotonic()
         if workflow == self._workflow and now - self._looked_at < LOOK_AGAIN_S:
             return False
-        self._workflow, self._looked_at = workflow, now
-        return any(_stamp(path) != stamp for path, stamp in self._seen.values())
+        self._workflow, self._looked_at, self._fresh = workflow, now, False
+        return any(_stamp(path) != stamp for path, stamp in self._seen.items())
 
 
 _Stamp = tuple[int, int, int] | None
@@ -110,14 +126,16 @@ def _stamp(path: str) -> _Stamp:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def read_sources() -> None:
+def read_sources(imported: Imported | None = None) -> None:
     """Of the user's own modules the source counts, never what was compiled from it: a file that is
     edited within the second that it was compiled in, and keeps its length, looks the same to
     Python. Installed packages are read as ever."""
-    installed = tuple({sys.prefix, sys.base_prefix, sys.exec_prefix})
+    installed = tuple({os.path.join(p, "") for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)})
     stats = SourceFileLoader.path_stats
 
     def path_stats(self: SourceFileLoader, path: Any) -> Any:
+        if imported is not None:
+            imported.about_to_read(path)
         found = stats(self, path)
         if str(path).startswith(installed):
             return found
@@ -129,7 +147,13 @@ def read_sources() -> None:
 
 def resolve(call: str) -> Any:
     module, _, name = call.partition(":")
-    target = importlib.import_module(module)
+    try:
+        target = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and needs another that is not
+        importlib.invalidate_caches()  # it may have been made a moment ago
+        target = importlib.import_module(module)
     for part in name.split("."):
         target = getattr(target, part)
     return target
@@ -204,8 +228,9 @@ def serve(channel: socket.socket, path: list[str]) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.path[:] = path
-    read_sources()
     imported = Imported()
+    read_sources(imported)
+    sys.meta_path.insert(0, imported)
     os.chdir("/")
     stream = channel.makefile("rb")
     while True:
@@ -216,9 +241,7 @@ def serve(channel: socket.socket, path: list[str]) -> None:
         if imported.changed(request["workflow"]):
             packed = msgpack.packb({"ok": False, "stale": True})
         else:
-            importlib.invalidate_caches()  # a module may have been made since
             packed = msgpack.packb(_attempt(request, log))
-            imported.note()
         channel.sendall(LENGTH.pack(len(packed)) + packed)
 
 

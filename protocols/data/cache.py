@@ -68,6 +68,9 @@ class Cache:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # the most recently used last
         self._holds: dict[bytes, set[str]] = {}
         self._held_for: dict[str, set[bytes]] = {}
+        self._held_bytes: Counter[str] = Counter()
+        self._own_bytes = 0
+        self._coming: Counter[str] = Counter()  # uploads that are on their way, by whose they are
         self._pins: Counter[bytes] = Counter()
         #: the beginnings of all names, as task lists have them; the latest to come last
         self.prefixes: dict[bytes, int] = {}
@@ -99,18 +102,22 @@ class Cache:
             if room is not None:
                 room.size -= covered
             self.used_bytes += size - covered
-        if hold:
-            self._holds.setdefault(hash, set()).add(hold)
+        held = self._holds.setdefault(hash, set()) if hold else set()
+        if hold and hold not in held:
+            if is_own(hold) and not any(map(is_own, held)):
+                self._own_bytes += self._sizes[hash]
+            held.add(hold)
             self._held_for.setdefault(hold, set()).add(hash)
+            self._held_bytes[hold] += self._sizes[hash]
         return new
 
     def remove(self, hash: bytes) -> None:
+        for hold in self.holds(hash):
+            self.release(hash, hold)
         self.used_bytes -= self._sizes.pop(hash)
         self.prefixes[hash[:8]] -= 1
         if not self.prefixes[hash[:8]]:
             del self.prefixes[hash[:8]]
-        for hold in self._holds.pop(hash, ()):
-            self._unhold(hash, hold)
 
     def holds(self, hash: bytes) -> frozenset[str]:
         return frozenset(self._holds.get(hash, ()))
@@ -124,16 +131,15 @@ class Cache:
         if held is None or hold not in held:
             return
         held.discard(hold)
-        self._unhold(hash, hold)
         if not held:
             del self._holds[hash]
-
-    def _unhold(self, hash: bytes, hold: str) -> None:
-        found = self._held_for.get(hold)
-        if found is not None:
-            found.discard(hash)
-            if not found:
-                del self._held_for[hold]
+        if is_own(hold) and not any(map(is_own, held)):
+            self._own_bytes -= self._sizes[hash]
+        self._held_bytes[hold] -= self._sizes[hash]
+        found = self._held_for[hold]
+        found.discard(hash)
+        if not found:
+            del self._held_for[hold], self._held_bytes[hold]
 
     def pin(self, hashes: Iterable[bytes]) -> None:
         self._pins.update(hashes)
@@ -167,18 +173,40 @@ class Cache:
 
     def own_bytes(self) -> int:
         """What stays, whoever lets go."""
-        own = {hash for hold, found in self._held_for.items() if is_own(hold) for hash in found}
-        return sum(self._sizes[hash] for hash in own)
+        return self._own_bytes
+
+    @contextmanager
+    def uploading(self, hold: str, announced: int) -> Iterator[Callable[[int], None]]:
+        """An upload counts from its first byte on, whatever was announced, and beside others of the
+        same owner; what is yielded is told how many bytes have come by now."""
+        counted = 0
+
+        def grow(count: int) -> None:
+            nonlocal counted
+            if count > counted:
+                self.check_upload(hold, count - counted)
+                self._coming[hold] += count - counted
+                counted = count
+
+        self.check_upload(hold, 0)
+        grow(announced)
+        try:
+            yield grow
+        finally:
+            self._coming[hold] -= counted
+            if not self._coming[hold]:
+                del self._coming[hold]
 
     def check_upload(self, hold: str, size: int) -> None:
         """One owner's uploads leave room for others', and those of all for tasks."""
         mine = self._held_for.get(hold, ())
-        used = sum(self._sizes[hash] for hash in mine)
+        used = self._held_bytes[hold] + self._coming[hold]
+        of_all = self._own_bytes + self._coming.total()
         if len(mine) >= UPLOADS_MAX:
             raise QuotaFull(f"you have {len(mine):,} files here; delete some (DELETE /v1/blobs/…)")
         for limit, taken, whose in (
             (int(UPLOADS_OF_ONE * self.quota_bytes), used, "your uploads"),
-            (int(UPLOADS_OF_ALL * self.quota_bytes), self.own_bytes(), "all uploads"),
+            (int(UPLOADS_OF_ALL * self.quota_bytes), of_all, "all uploads"),
         ):
             if taken + size > limit:
                 raise QuotaFull(
