@@ -23,6 +23,7 @@ from the same journal: what is in it is never lost.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from protocols.chemistry.molecules import Compound, Molecule, Rule, Symbol
@@ -30,8 +31,10 @@ from protocols.chemistry.notation import ChemistryError, read_rule
 from protocols.chemistry.reactor import Budget, Reactor
 from workflow.quantities import show_bytes
 
+log = logging.getLogger("valence.policies")
+
 REACTIONS_MAX, STEPS_MAX = 1000, 20_000  # after one event: some ten milliseconds
-STEPS_IN_ALL_MAX = 2_000_000  # for one workflow: others wait while its rules react
+STEPS_IN_ALL_MAX = 500_000  # for one workflow: others wait while its rules react
 MOLECULES_MAX, SIZE_MAX = 10_000, 1000
 MEMORY_BYTES_MAX = 2**50
 CAUSES = ("memory", "timeout", "exit", "signal")
@@ -119,6 +122,9 @@ class Policies:
             self._reactor.happened(Compound(parts), budget)
         except (ChemistryError, RecursionError) as error:
             self.trouble = f"the policies of this workflow do not act any more: {error}"
+        except Exception:  # a fault of ours: it is this workflow's only
+            log.exception("policies of a workflow have failed")
+            self.trouble = "the policies of this workflow have failed, and do not act any more"
         self._steps_left -= budget.steps_max - max(0, budget.steps)
 
 

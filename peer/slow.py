@@ -16,11 +16,20 @@ CHECK_S = 1.0
 Beside = Callable[[AttemptKey, str], None]
 
 
+#: of a peer, by its id
+SpeedOf = Callable[[bytes], float]
+
+
 class Slow:
     def __init__(
-        self, active: Callable[[], list[Run]], clock: Callable[[], float], beside: Beside
+        self,
+        active: Callable[[], list[Run]],
+        clock: Callable[[], float],
+        speed_of: SpeedOf,
+        beside: Beside,
     ) -> None:
         self._active = active
+        self._speed_of = speed_of
         self._clock = clock
         self._beside = beside
         self._some = asyncio.Event()
@@ -51,6 +60,7 @@ class Slow:
             if attempt is None or typical_s is None or run.workflow.tasks[task.id].gang:
                 continue
             seconds = now - attempt.at
+            typical_s /= self._speed_of(attempt.peer)  # there it takes so long
             times = int(math.log2(max(1.0, seconds / max(CHECK_S, typical_s))))
             told[key] = max(times, before.get(key, 0))
             if times <= before.get(key, 0) or run.policies is None:

@@ -290,7 +290,7 @@ def test_an_instance_of_1_5() -> None:
     assert workflow.inputs["in"].value == "500"
     assert workflow.tasks["a"].runtime_s == pytest.approx(1.0)
     assert workflow.parents["b"] == ("a",)
-    assert "mid:5" in workflow.tasks["a"].command
+    assert "--write=mid:5" in workflow.tasks["a"].command
 
 
 @pytest.mark.parametrize(

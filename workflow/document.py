@@ -41,7 +41,11 @@ SUGGESTIONS_MAX = 20
 SUGGESTED_AMONG_MAX = 1000
 SUGGESTED_CHARS_MAX = 100
 _BLOB = re.compile(r"sha256:[0-9a-f]{64}")
-_URL = re.compile(r"(https?://[^\s/]+(/\S*)?|s3://[^\s/]+/\S+|file:///\S+)")
+_HOST = r"([^\s/@\[\]]*@)?(\[[0-9A-Fa-f:.]+\]|[^\s/?#@:\[\]]+)(:\d{1,5})?"
+_SIGN = r"[^\s\x00-\x1f\x7f-\x9f]"
+_URL = re.compile(
+    rf"(https?://{_HOST}([/?#]{_SIGN}*)?|s3://[^\s/\[\]\x00-\x1f\x7f-\x9f]+/{_SIGN}+|file:///{_SIGN}+)"
+)
 URL_PROBLEM = "write http(s)://host/…, s3://bucket/key or file:///path"
 _NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have none
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -104,24 +108,29 @@ def _fixed_bytes(found: TaskDocument) -> int:
 def _weight(value: Any, known: dict[int, int]) -> int:
     """About how many bytes a value takes when it is copied, as if nothing in it were shared;
     `known`: what was weighed before, as aliases make a value of a few bytes that has millions."""
-    if isinstance(value, str):
+    kind = type(value)
+    if kind is str:
         return 50 + len(value)
-    if not isinstance(value, list | dict):
+    if kind is not list and kind is not dict:
         return 32
-    if id(value) not in known:
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 64 + sum(_weight(child, known) for child in inner)
-    return known[id(value)]
+    found = known.get(id(value))
+    if found is None:
+        found = 64
+        for child in value if kind is list else (*value, *value.values()):
+            found += _weight(child, known)
+        known[id(value)] = found
+    return found
 
 
 def _is_plain(value: Any, known: set[int]) -> bool:
     """Without a placeholder anywhere: all tasks of a template may share it."""
-    if isinstance(value, str):
+    kind = type(value)
+    if kind is str:
         return "{" not in value
-    if not isinstance(value, list | dict) or id(value) in known:
+    if (kind is not list and kind is not dict) or id(value) in known:
         return True
     known.add(id(value))
-    return all(_is_plain(v, known) for v in (value.values() if isinstance(value, dict) else value))
+    return all(_is_plain(v, known) for v in (value if kind is list else value.values()))
 
 
 class _Reader:
@@ -479,15 +488,16 @@ class _Reader:
         # (each is met once, by its first: to hash it for each of its tasks would cost its square)
         gangs = [task.gang for task in self.tasks.values() if task.gang[:1] == (task.id,)]
         for gang in gangs:
+            members = frozenset(gang)
             above = dict.fromkeys(p for task in gang for p in self.parents[task])
             self._count_edges(len(above) * len(gang) - sum(len(self.parents[t]) for t in gang))
             for task in gang:
-                inner = next((p for p in self.parents[task] if p in gang), None)
+                inner = next((p for p in self.parents[task] if p in members), None)
                 if inner is not None:
                     self.problems.add(
                         self.places[task], f"{task} waits for {inner}, which runs at once"
                     )
-            self.parents.update(dict.fromkeys(gang, tuple(p for p in above if p not in gang)))
+            self.parents.update(dict.fromkeys(gang, tuple(p for p in above if p not in members)))
         if not gangs:
             return
         for task, parents in self.parents.items():

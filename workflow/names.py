@@ -32,7 +32,7 @@ def file_problem(name: str) -> str | None:
         return "a file needs a name"
     if len(name.encode("utf-8", "replace")) > FILE_NAME_BYTES_MAX:
         return f"a file's name has at most {FILE_NAME_BYTES_MAX} bytes"
-    if any(ord(c) < 32 or ord(c) == 127 for c in name):
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
         return "a file's name has no control characters"
     if name.startswith("/"):
         return "a file's name is relative to the task's directory: no leading '/'"

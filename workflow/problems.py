@@ -13,6 +13,7 @@ Path = tuple[str | int, ...]
 
 #: more than this many problems help nobody; the rest is counted
 PROBLEMS_MAX = 100
+TEXT_CHARS_MAX = 2000  # of a place, and of what is said of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ def pointer(path: Path) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
+
+
 class Problems:
     """Collects problems; `check()` raises them together."""
 
@@ -48,7 +53,7 @@ class Problems:
         self._seen: set[tuple[str, str]] = set()
 
     def add(self, path: Path, message: str, line: int | None = None) -> None:
-        place = pointer(path)
+        place, message = _short(pointer(path)), _short(message)
         once = (place, message.partition(" (in ")[0])  # one for all tasks of a `foreach`
         if once in self._seen:
             return

@@ -21,6 +21,7 @@ from .problems import DocumentError, Path, Problem, Problems, pointer
 
 DOCUMENT_BYTES_MAX = 16 * 2**20
 DEPTH_MAX = 40
+LINES_CHARS_MAX = 32 * 2**20  # of all places whose line is remembered
 NODES_MAX = 1_000_000
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -143,6 +144,7 @@ class _Open:
 class _YamlReader:
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
+        self.lines_left = LINES_CHARS_MAX
         self.problems = Problems(self.lines)
         self.stack: list[_Open] = []
         self.anchors: dict[str, tuple[Any, int]] = {}
@@ -194,7 +196,7 @@ class _YamlReader:
             if top and isinstance(top.value, dict) and top.key is None:
                 raise _whole("a key is a text, not a list or a mapping", line)
             path = self._path()
-            self.lines.setdefault(pointer(path), line)
+            self._note(path, line)
             self.stack.append(_Open({} if mapping else [], path, event.anchor, self.nodes))
         elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
             done = self.stack.pop()
@@ -206,6 +208,13 @@ class _YamlReader:
         self.nodes += nodes
         if self.nodes > NODES_MAX:
             raise _whole(f"more than {NODES_MAX:,} values, aliases written out")
+
+    def _note(self, path: Path, line: int) -> None:
+        """Where a value is; long keys above many values must not become much more than the text."""
+        if self.lines_left > 0:
+            place = pointer(path)
+            self.lines_left -= len(place)
+            self.lines.setdefault(place, line)
 
     def _path(self) -> Path:
         if not self.stack:
@@ -222,7 +231,7 @@ class _YamlReader:
         top = self.stack[-1]
         if isinstance(top.value, list):
             if line:
-                self.lines.setdefault(pointer(self._path()), line)
+                self._note(self._path(), line)
             top.value.append(value)
         elif top.key is None:
             self._key(top, value, line)
@@ -239,7 +248,7 @@ class _YamlReader:
         if top.doubled:
             self.problems.add((*top.path, key), f"the key {key!r} stands twice", line)
         elif line:
-            self.lines.setdefault(pointer((*top.path, key)), line)
+            self._note((*top.path, key), line)
         top.key = key
 
 

@@ -3,8 +3,9 @@
 Each recorded task becomes a process that reads its inputs, computes and writes its outputs
 (`replay`), with times multiplied by `time_scale`, and sizes and memory by `size_scale`. Inputs
 that no task makes are made up at their size. 1.5 and 1.6 keep structure and execution apart; 1.4
-has both in one list, and names parents by name. Recorded names of files may be anything, such as
-URLs: what could be no file in a task's directory becomes a name that can.
+has both in one list, and names parents by name. Recorded names may be anything, such as URLs for
+files: what could be no file in a task's directory, or no task, becomes a name that can, and two
+that are different stay so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from . import names, plan
@@ -181,11 +181,17 @@ def _build(
     def scaled(size: float) -> int:
         return math.ceil(size * size_scale)
 
+    files = _Files()
+    for task in recorded:
+        task.id = _task_id(task.id)
+        task.parents = [_task_id(parent) for parent in task.parents]
+        for file in (*task.inputs, *task.outputs):
+            files.add(file)
     known = {task.id for task in recorded}
     producers: dict[str, str] = {}
     for task in recorded:
         for file in task.outputs:
-            maker = producers.setdefault(_relative(file), task.id)
+            maker = producers.setdefault(files[file], task.id)
             if maker != task.id:
                 problems.add(task.place, f"{file!r} is made by {maker} already")
     inputs: dict[str, Source] = {}
@@ -196,7 +202,7 @@ def _build(
         if trouble:
             problems.add(task.place, trouble)
         for file in (*task.inputs, *task.outputs):
-            trouble = names.file_problem(_relative(file))
+            trouble = names.file_problem(files[file])
             if trouble:
                 problems.add(task.place, f"{file!r}: {trouble}")
         above = dict.fromkeys(task.parents)
@@ -204,27 +210,27 @@ def _build(
             if parent not in known:
                 problems.add((*task.place, "parents"), f"unknown task {parent!r}")
         for file, size in task.inputs.items():
-            maker = producers.get(_relative(file), "")
+            maker = producers.get(files[file], "")
             if maker == task.id:
                 problems.add(task.place, f"{file!r} is made and read by the same task")
             elif maker:
                 above[maker] = None
             else:
-                inputs[_relative(file)] = Source("size", str(scaled(size)))
+                inputs[files[file]] = Source("size", str(scaled(size)))
         runtime_s = task.runtime_s * time_scale
         command = ["python3", "-I", "-m", "workflow.replay", "--seconds", f"{runtime_s:.6g}"]
         command += ["--cpu", f"{min(1.0, task.cpu):.4g}"]
         command += ["--memory", str(scaled(task.memory_bytes))]
         for file in task.inputs:
-            command += ["--read", _relative(file)]
+            command.append(f"--read={files[file]}")
         for file, size in task.outputs.items():
-            command += ["--write", f"{_relative(file)}:{scaled(size)}"]
+            command.append(f"--write={files[file]}:{scaled(size)}")
         tasks[task.id] = Task(
             id=task.id,
             template=task.id,
             command=tuple(command),
-            inputs=tuple(map(_relative, task.inputs)),
-            outputs=tuple(map(_relative, task.outputs)),
+            inputs=tuple(map(files.__getitem__, task.inputs)),
+            outputs=tuple(map(files.__getitem__, task.outputs)),
             after=tuple(task.parents),
             needs=Needs(millicores=max(1, math.ceil(task.cores * 1000))),
             runtime_s=runtime_s,
@@ -239,13 +245,42 @@ def _build(
     return Workflow(name, "auto", None, inputs, ordered, parents, producers)
 
 
-@lru_cache(100_000)
+class _Files(dict[str, str]):
+    """Recorded names → those in a task's directory."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._directories: set[str] = set()
+
+    def add(self, name: str) -> None:
+        if name in self:
+            return
+        found = _relative(name)
+        parts = found.split("/")
+        above = ["/".join(parts[:end]) for end in range(1, len(parts))]
+        if found in self._taken or found in self._directories or self._taken.intersection(above):
+            found = _hashed(name)
+            above = [found.partition("/")[0]]
+        self._taken.add(found)
+        self._directories.update(above)
+        self[name] = found
+
+
+def _task_id(name: str) -> str:
+    if not names.task_problem(name):
+        return name
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-NAME_CHARS_MAX:].lstrip(".-")
+    return f"{plain or 'task'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 def _relative(name: str) -> str:
     """Recorded absolute paths become paths inside the task's directory; and so do URLs and
     whatever else was recorded, each under a name of its own."""
     found = name.lstrip("/")
-    if not names.file_problem(found):
-        return found
-    parts = [re.sub(r"[^\w.-]", "_", part, flags=re.ASCII) for part in re.split(r"[/\\]+", found)]
+    return _hashed(name) if names.file_problem(found) else found
+
+
+def _hashed(name: str) -> str:
+    parts = [re.sub(r"[^\w.-]", "_", part, flags=re.ASCII) for part in re.split(r"[/\\]+", name)]
     plain = "/".join(part for part in parts if part.strip("."))[-NAME_CHARS_MAX:].lstrip("/.-")
     return f"{hashlib.sha256(name.encode()).hexdigest()[:10]}/{plain or 'file'}"

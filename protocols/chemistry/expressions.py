@@ -3,6 +3,9 @@
 There are arithmetic, comparisons, `and`, `or`, `not`, a few functions, and those that whoever runs
 the solution lends to it. Numbers and texts stay small. What can't be computed (a text plus a
 number, a division by zero) is `Incomputable`: a condition is then not met, a product not made.
+
+Every term costs, and what stands for many molecules costs as many: a `Meter` hears of each step
+before it is taken, and raises when it is enough.
 """
 
 from __future__ import annotations
@@ -20,19 +23,29 @@ from .molecules import (
     Solution,
     Term,
     Variable,
+    size_of,
     typed,
 )
 
 NUMBER_MAX = 2**63
 TEXT_MAX = 10_000
+SIZE_PER_STEP = 16  # of a molecule that is looked at
 
 #: a molecule, or several that take the place of one
 Function = Callable[..., "Molecule | Sequence[Molecule]"]
 Bindings = Mapping[str, Molecule]
 
 
+#: is told of steps that are about to be taken
+Meter = Callable[[int], None]
+
+
 class Incomputable(Exception):
     pass
+
+
+def unmetered(steps: int) -> None:
+    """For expressions that are short, and bound to numbers only."""
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -91,44 +104,54 @@ BUILT_IN: dict[str, Function] = {
 }
 
 
-def is_true(term: Term, bound: Bindings, functions: Mapping[str, Function]) -> bool:
+def is_true(term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter) -> bool:
     """A condition; what can't be computed is not met."""
     try:
-        return compute(term, bound, functions) is True
+        return compute(term, bound, functions, spend) is True
     except Incomputable:
         return False
 
 
-def compute(term: Term, bound: Bindings, functions: Mapping[str, Function]) -> Molecule:
+def compute(
+    term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter
+) -> Molecule:
     """One molecule, with every hole filled in."""
-    found = products(term, bound, functions)
+    found = products(term, bound, functions, spend)
     if len(found) != 1:
         raise Incomputable("several molecules stand where one is needed")
     return found[0]
 
 
-def products(term: Term, bound: Bindings, functions: Mapping[str, Function]) -> Sequence[Molecule]:
+def products(
+    term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter
+) -> Sequence[Molecule]:
     """What a product becomes: mostly one molecule, of `?w` and of functions any number."""
+    spend(1)
     if isinstance(term, Variable):
         return (bound[term.name],)
     if isinstance(term, Rest):
         rest = bound[term.name]
-        assert isinstance(rest, Solution)
+        if not isinstance(rest, Solution):
+            raise Incomputable(f"{term.name} is no solution")
+        spend(len(rest.molecules))
         return rest.molecules
     if isinstance(term, Compound):
-        return (Compound(tuple(compute(part, bound, functions) for part in term.parts)),)
+        return (Compound(tuple(compute(part, bound, functions, spend) for part in term.parts)),)
     if isinstance(term, Solution):
-        inside = [m for t in term.molecules for m in products(t, bound, functions)]
+        inside = [m for t in term.molecules for m in products(t, bound, functions, spend)]
         return (Solution(tuple(inside)),)
     if isinstance(term, Operation):
-        return (_operation(term, bound, functions),)
+        return (_operation(term, bound, functions, spend),)
     if isinstance(term, Call):
-        return _call(term, bound, functions)
+        return _call(term, bound, functions, spend)
     return (term,)
 
 
-def _call(term: Call, bound: Bindings, functions: Mapping[str, Function]) -> Sequence[Molecule]:
-    arguments = [compute(a, bound, functions) for a in term.arguments]
+def _call(
+    term: Call, bound: Bindings, functions: Mapping[str, Function], spend: Meter
+) -> Sequence[Molecule]:
+    arguments = [compute(a, bound, functions, spend) for a in term.arguments]
+    spend(sum(map(size_of, arguments)) // SIZE_PER_STEP)  # a function may look at all of it
     function = functions.get(term.name) or BUILT_IN.get(term.name)
     if function is None:  # for whoever takes it out of the solution
         return (Call(term.name, tuple(arguments)),)
@@ -139,14 +162,17 @@ def _call(term: Call, bound: Bindings, functions: Mapping[str, Function]) -> Seq
     return tuple(found) if isinstance(found, list | tuple) else (found,)  # type: ignore[return-value]
 
 
-def _operation(term: Operation, bound: Bindings, functions: Mapping[str, Function]) -> Molecule:
+def _operation(
+    term: Operation, bound: Bindings, functions: Mapping[str, Function], spend: Meter
+) -> Molecule:
     name = term.operator
     if name in ("and", "or"):
-        left = _truth(compute(term.operands[0], bound, functions))
+        left = _truth(compute(term.operands[0], bound, functions, spend))
         if left is (name == "or"):
             return left
-        return _truth(compute(term.operands[1], bound, functions))
-    values = [compute(o, bound, functions) for o in term.operands]
+        return _truth(compute(term.operands[1], bound, functions, spend))
+    values = [compute(o, bound, functions, spend) for o in term.operands]
+    spend(sum(map(size_of, values)) // SIZE_PER_STEP)
     if name == "not":
         return not _truth(values[0])
     if name == "negative":

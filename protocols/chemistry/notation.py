@@ -11,6 +11,7 @@ inside of one a comparison needs parentheses.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from .molecules import (
 TEXT_MAX = 200_000
 DEPTH_MAX = 40
 TERM_DEPTH_MAX = 100  # also of sums and products, which take no parentheses
+TOO_DEEP = f"an expression of more than {TERM_DEPTH_MAX} steps in a row"
 NUMBER_MAX = 2**63
 
 _TOKEN = re.compile(
@@ -213,26 +215,30 @@ class _Reader:
                 return found
 
     def _check_depth(self, found: Term, at: int) -> None:
-        """`1 + 1 + …` nests, too, without a parenthesis."""
         if depth_of(found) > TERM_DEPTH_MAX:
-            raise self._error(f"an expression of more than {TERM_DEPTH_MAX} steps in a row", at)
+            raise self._error(TOO_DEEP, at)
 
     def _check(self, rule: Rule, at: int) -> None:
         if not rule.patterns:
             raise self._error("a rule consumes at least one molecule", at)
         bound: set[str] = set()
+        rests: set[str] = set()  # of these, what may be a solution
         for pattern in rule.patterns:
             wrong = next((t for t in _inside(pattern) if isinstance(t, Operation | Call)), None)
             if wrong is not None:
                 raise self._error("a pattern computes nothing: write that behind 'if'", at)
             if isinstance(pattern, Rest):
                 raise self._error(f"?{pattern.name} stands for the rest of a solution: <…, ?w>", at)
-            bound |= {t.name for t in _inside(pattern) if isinstance(t, Variable | Rest)}
+            holes = [t for t in _inside(pattern) if isinstance(t, Variable | Rest)]
+            bound |= {t.name for t in holes}
+            rests |= {t.name for t in holes if isinstance(t, Rest) or t.type == "solution"}
         used = [*rule.products, *([rule.condition] if rule.condition is not None else [])]
         for term in used:
             for found in _inside(term):
                 if isinstance(found, Variable | Rest) and found.name not in bound:
                     raise self._error(f"{found.name} stands for nothing: no pattern has it", at)
+                if isinstance(found, Rest) and found.name not in rests:
+                    raise self._error(f"{found.name} stands for one molecule, and for no rest", at)
 
     # ----------------------------------------------------------------- molecules
 
@@ -247,9 +253,12 @@ class _Reader:
     def _term(self) -> Term:
         """A molecule with holes: `a:b:c`."""
         self._deeper()
+        at = self._peek.at
         parts = [self._sum()]
         while self._take(":"):
             parts.append(self._sum())
+        for part in parts:  # what is too deep could not even be put together
+            self._check_depth(part, at)
         self._depth -= 1
         return parts[0] if len(parts) == 1 else Compound(tuple(parts))  # type: ignore[arg-type]
 
@@ -258,17 +267,22 @@ class _Reader:
         if self._depth > DEPTH_MAX:
             raise self._error(f"more than {DEPTH_MAX} levels deep")
 
-    def _condition(self) -> Term:
-        found = self._both()
-        while self._take("or"):
-            found = Operation("or", (found, self._both()))
+    def _row(self, one: Callable[[], Term], *operators: str) -> Term:
+        """`1 + 1 + …` nests, too, without a parenthesis: counted before it is built."""
+        at = self._peek.at
+        found, steps = one(), 0
+        while operator := self._take(*operators):
+            steps += 1
+            if steps > TERM_DEPTH_MAX:
+                raise self._error(TOO_DEEP, at)
+            found = Operation(operator, (found, one()))
         return found
 
+    def _condition(self) -> Term:
+        return self._row(self._both, "or")
+
     def _both(self) -> Term:
-        found = self._negated()
-        while self._take("and"):
-            found = Operation("and", (found, self._negated()))
-        return found
+        return self._row(self._negated, "and")
 
     def _negated(self) -> Term:
         if self._take("not"):
@@ -281,16 +295,10 @@ class _Reader:
         return Operation(operator, (found, self._term())) if operator else found
 
     def _sum(self) -> Term:
-        found = self._product()
-        while operator := self._take("+", "-"):
-            found = Operation(operator, (found, self._product()))
-        return found
+        return self._row(self._product, "+", "-")
 
     def _product(self) -> Term:
-        found = self._single()
-        while operator := self._take("*", "/", "%"):
-            found = Operation(operator, (found, self._single()))
-        return found
+        return self._row(self._single, "*", "/", "%")
 
     def _single(self) -> Term:
         token = self._peek

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .expressions import Bindings, Function, Incomputable, is_true, products
+from .expressions import SIZE_PER_STEP, Bindings, Function, Incomputable, is_true, products
 from .molecules import (
     Call,
     Compound,
@@ -52,7 +52,6 @@ REACTIONS_MAX = 1_000_000
 STEPS_MAX = 2_000_000  # until it is at rest
 SIZE_MAX = 100_000
 DEPTH_MAX = 50
-SIZE_PER_STEP = 16  # of a molecule that is looked at
 TROUBLES_MAX = 20
 NESTED_MAX = 8
 
@@ -260,8 +259,7 @@ class Reactor:
     def _made(self, rule: Rule, bound: Bindings) -> list[Molecule]:
         made: list[Molecule] = []
         for term in rule.products:
-            self._budget.spend(size_of(term))
-            made += products(term, bound, self._functions)
+            made += products(term, bound, self._functions, self._budget.spend)
         for one in made:
             if size_of(one) > self._size_max or depth_of(one) > DEPTH_MAX:
                 raise Incomputable("what it makes is too large")
@@ -296,10 +294,9 @@ class Reactor:
         """Those parts of the condition of which all is known now, and was not before."""
         known = now.keys()
         for part, names in plan.parts:
-            if names <= known and (not names or not names <= before.keys()):
-                self._budget.spend(size_of(part))
-                if not is_true(part, now, self._functions):
-                    return False
+            fresh = names <= known and (not names or not names <= before.keys())
+            if fresh and not is_true(part, now, self._functions, self._budget.spend):
+                return False
         return True
 
     def _candidates(self, pattern: Term, bound: Bindings) -> Iterable[int]:
