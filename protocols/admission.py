@@ -9,6 +9,7 @@ Rules, and why nothing is ever over-booked:
 - The queue is short (in seconds of estimated work): it hides a round trip, it is no backlog.
 - A unit at the queue's head that does not fit yet may be overtaken by smaller ones for a moment
   only; then the peer drains for it. So a large unit never starves. `hold` asks for such a place.
+- Owners who are refused here take turns (`turns`), through whichever homes they ask.
 - A queued unit that has not begun in time is handed back, to be placed elsewhere.
 - A *gang* is a task that needs several peers at once; its home gathers leases for it. One that
   holds keeps what comes free here until it has enough. Of two gangs the older has it, even if the
@@ -20,12 +21,14 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from .config import Config
 from .matching import plus, slots, unmet
 from .messages import Capacity, GangTag, Grant, Room, Traits
+from .turns import Turns
 
 #: units without a deadline are due this long after they came: first come, first served
 NO_DEADLINE_S = 7 * 86400.0
@@ -73,6 +76,7 @@ class _Lease:
     due_at: float
     hold: bool
     gang: GangKey | None = None
+    owner: str | None = None
 
     @property
     def work(self) -> float:
@@ -110,7 +114,10 @@ class Admission:
         self._queued_leases = 0
         self._queued_cores = 0  # thousandths of them, that what is queued or may be will need
         self._hold_leases = 0
-        self._wishes: dict[bytes, float] = {}
+        self._wishes: dict[bytes, tuple[float, str | None]] = {}
+        self._turns = Turns(config.turn_s, config.turn_answer_s)
+        self._owners: dict[Hashable, tuple[str | None, int]] = {}  # of units, and what they hold
+        self.passed_over = False  # somebody had to leave room to another one: that one is told
         self._next_lease = 1
         self._order = 0
 
@@ -128,7 +135,7 @@ class Admission:
         if room.gang is not None:
             return self._reserve_gang(home, room, room.gang, now)
         if self._awaited():
-            self._wish(home, now)
+            self._wish(home, room.owner, now)
             return Grant(refusal="busy: kept for a task that needs several peers at once")
         left = max(0, self._config.leases_max - len(self._leases))
         count = min(room.count, left)
@@ -136,7 +143,12 @@ class Admission:
         if self._is_draining(now):
             immediate = 0
         queued, wait_s = 0, 0.0
-        if immediate < count and (room.queue or room.hold):
+        needs = room.needs.capacity
+        most = self._turns.most(room.owner, needs.millicores, self._free, now)
+        others_turn = most is not None and immediate > most
+        if most is not None and others_turn:
+            immediate, self.passed_over = most, True
+        if immediate < count and (room.hold or (room.queue and most is None)):
             queued, wait_s = self._queue_room(room, count - immediate)
         ids = []
         for index in range(immediate + queued):
@@ -145,7 +157,12 @@ class Admission:
         if immediate + queued < room.count:
             busy = f"{len(self._running)} running, {len(self._queue)} queued"
             refusal = f"no room for more: {busy}" if ids else f"busy: {busy}"
-            self._wish(home, now)
+            if others_turn:
+                refusal = "it is another owner's turn"
+            self._wish(home, room.owner, now)
+            self._turns.refused(room.owner, needs, now)
+        else:
+            self._turns.served(room.owner)
         return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
 
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
@@ -171,7 +188,7 @@ class Admission:
             return Grant(leases=(gang.lease,), held=True)
         busy = f"busy: {len(self._running)} running, {len(self._queue)} queued"
         if not room.hold:
-            self._wish(home, now)
+            self._wish(home, room.owner, now)
         return Grant(refusal=busy, held=room.hold)
 
     def _displaces(self, gang: _Gang) -> bool:
@@ -266,6 +283,7 @@ class Admission:
             now + due_in,
             room.hold and queued,
             gang,
+            room.owner,
         )
         self._count_lease(made, +1)
         if not queued:
@@ -277,10 +295,13 @@ class Admission:
         self._queued_cores += sign * lease.queued * lease.needs.millicores
         self._hold_leases += sign * lease.hold
         self._leased_work += sign * lease.work
+        self._turns.count(lease.owner, sign * lease.needs.millicores)
 
     # ----------------------------------------------------------------- deciding
 
-    def commit(self, home: bytes, lease_id: int, unit: Hashable, now: float) -> str:
+    def commit(
+        self, home: bytes, lease_id: int, unit: Hashable, now: float, owner: str | None = None
+    ) -> str:
         """`run` (it may begin), `wait` (it is queued), or why not."""
         self.expire(now)
         lease = self._leases.get(lease_id)
@@ -292,6 +313,9 @@ class Admission:
             return "it is here already"
         del self._leases[lease_id]
         self._count_lease(lease, -1)
+        if owner is not None:
+            self._owners[unit] = owner, lease.needs.millicores
+            self._turns.count(owner, lease.needs.millicores)
         if lease.gang is not None:
             del self._gangs[lease.gang]
         if not lease.queued:
@@ -310,7 +334,10 @@ class Admission:
             now,
             now + (NO_DEADLINE_S if lease.hold else patience_s),
         )
-        bisect.insort(self._queue, entry)
+        if self._queue and entry < self._queue[-1]:
+            bisect.insort(self._queue, entry)
+        else:  # mostly: who comes later is due later
+            self._queue.append(entry)
         self._queued[unit] = entry
         self._queued_work += _work(entry.needs, entry.runtime_s)
         self._queued_cores += entry.needs.millicores
@@ -323,7 +350,8 @@ class Admission:
         self._running_work += work
 
     def _unqueue(self, entry: _Queued) -> None:
-        del self._queue[bisect.bisect_left(self._queue, entry)]
+        first = self._queue[0] is entry  # mostly
+        del self._queue[0 if first else bisect.bisect_left(self._queue, entry)]
         del self._queued[entry.unit]
         self._queued_work -= _work(entry.needs, entry.runtime_s)
         self._queued_cores -= entry.needs.millicores
@@ -350,6 +378,8 @@ class Admission:
 
     def release(self, unit: Hashable) -> bool:
         """It ended, was cancelled, or is handed back; True if it was here."""
+        owner, millicores = self._owners.pop(unit, (None, 0))
+        self._turns.count(owner, -millicores)
         if unit in self._running:
             needs, work = self._running.pop(unit)
             self._running_work -= work
@@ -389,6 +419,7 @@ class Admission:
         return bool(dropped or gone)
 
     def expire(self, now: float) -> None:
+        self._turns.forget(now)
         # leases live equally long, so the oldest expires first
         while self._leases:
             lease_id, lease = next(iter(self._leases.items()))
@@ -422,18 +453,24 @@ class Admission:
 
     # ----------------------------------------------------------------- telling
 
-    def _wish(self, home: bytes, now: float) -> None:
+    def _wish(self, home: bytes, owner: str | None, now: float) -> None:
         self._wishes.pop(home, None)
         if len(self._wishes) < self._config.vacancy_wishes_max:
-            self._wishes[home] = now + self._config.vacancy_ttl_s
+            self._wishes[home] = now + self._config.vacancy_ttl_s, owner
 
     def take_wish(self, now: float) -> bytes | None:
-        """The home that was refused longest ago and still wants, if there is room to offer it."""
+        """The home that was refused longest ago and still wants, if there is room to offer it; of
+        several owners' homes that of the one who holds least here."""
+        self.passed_over = False
         if self._queue or self._free.millicores <= 0 or self.closed or self._awaited():
             return None
         while self._wishes:
             home = next(iter(self._wishes))
-            if self._wishes.pop(home) > now:
+            if self._turns.contended:
+                home = min(self._wishes, key=lambda h: self._turns.held(self._wishes[h][1]))
+            until, owner = self._wishes.pop(home)
+            if until > now:
+                self._turns.told(owner, now)
                 return home
         return None
 
@@ -478,6 +515,8 @@ class Admission:
             times.append(next(iter(self._gangs.values())).expires_at)
         if self._queue and self._hand_back_at < math.inf:
             times.append(self._hand_back_at)
+        if self._wishes and self._turns.contended:
+            times.append(self._turns.next_at())
         return min(times, default=None)
 
     def sanity_check(self) -> None:
@@ -493,6 +532,13 @@ class Admission:
         assert self._queue == sorted(self._queue), "the queue is out of order"
         assert len(self._queue) == len(self._queued), "the queue and its index differ"
         assert self._queued_leases == sum(lease.queued for lease in self._leases.values())
+        held: Counter[str] = Counter()
+        for lease in self._leases.values():
+            held.update({lease.owner: lease.needs.millicores} if lease.owner is not None else {})
+        for owner, millicores in self._owners.values():
+            held.update({owner: millicores} if owner is not None else {})
+        assert all(self._turns.held(owner) == count for owner, count in held.items())
+        assert len(self._owners) <= len(self._running) + len(self._queued)
         tied = {lease.gang: id for id, lease in self._leases.items() if lease.gang is not None}
         having = {key: gang.lease for key, gang in self._gangs.items() if gang.lease}
         assert tied == having, "gangs and their leases differ"

@@ -108,6 +108,8 @@ class Config:
     patience_s: float = 3.0  # a queued unit that has not begun by then is handed back
     vacancy_wishes_max: int = 256
     vacancy_ttl_s: float = 10.0
+    turn_s: float = 2.5  # for so long an owner that was refused is expected to ask again
+    turn_answer_s: float = 0.15  # and once its home was told that there is room
 
     # --- keepers of journals
     keepers: int = 3  # odd: an even one more outlives no more deaths
@@ -138,6 +140,9 @@ class Config:
     archive_at_once: int = 50
     tombstone_s: float = 7 * 86400.0  # a copy that was given up is remembered: see keeping
 
+    # --- homes
+    tasks_max: int = 2_000_000  # of all workflows that run from one peer
+
     # --- probe
     probe_asked_min: int = 4
     probe_asked_max: int = 24
@@ -146,7 +151,6 @@ class Config:
     probe_backoff_s_max: float = 2.0
     probe_hold_after_s: float = 3.0  # a unit that waited so long asks for a place in a queue
     probe_batch_max: int = 2000
-    place_units_max: int = 500_000
 
     # --- gangs: see strategies/gangs
     gang_hold_after_s: float = 3.0  # one that waited so long has peers keep room for it

@@ -265,6 +265,7 @@ class Room(NamedTuple):
     queue: bool = False  # a place in the queue will do
     hold: bool = False  # it waited long: a place in the queue however long that is
     gang: GangTag | None = None  # asked again with the same tag, its lease is renewed
+    owner: Annotated[str, Field(max_length=64)] | None = None  # of the first of them; None: many's
 
 
 class Grant(NamedTuple):
@@ -351,6 +352,8 @@ class Line(NamedTuple):
     reads: Reads = ()
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()
     rank: Annotated[str, Field(max_length=200)] = ""
+    dated: bool = False  # the first of them has a deadline
+    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of them
 
 
 class Bid(NamedTuple):
@@ -1007,6 +1010,14 @@ class PullTasks(Message):
     want: Natural = 0
     anew: bool = False
     held: Annotated[tuple[AttemptKey, ...], Field(max_length=50_000)] = ()
+    #: in words, now and then: where attempts at the site are, or what they wait for; None: not now
+    whereabouts: (
+        Annotated[
+            tuple[tuple[Text, Annotated[tuple[AttemptKey, ...], Field(max_length=2000)]], ...],
+            Field(max_length=200),
+        ]
+        | None
+    ) = None
 
 
 @numbered(88)
@@ -1144,6 +1155,7 @@ class Range(Message):
     stale: bool = False  # there was less than the scale says
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # not these
     rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
+    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of these units
 
 
 @numbered(70)
@@ -1185,6 +1197,7 @@ class Meet(Message):
     epoch: Natural  # the highest it has promised or written
     era: Natural  # that its last entry is of
     over: bool
+    void: bool = False  # it ended as half a submission
 
 
 @numbered(94)
@@ -1193,6 +1206,7 @@ class Met(Message):
     over: bool = False
     era: Natural = 0
     epoch: Natural = 0
+    void: bool = False
 
 
 @numbered(95, repeatable=True)

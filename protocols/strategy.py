@@ -33,7 +33,7 @@ class Unit:
     key: AttemptKey
     needs: Needs
     rank: float = 0.0  # seconds of work that hang on it: higher goes first
-    runtime_s: float | None = None
+    runtime_s: float | None = None  # as its document says; an `Estimate` knows better
     deadline_at: float | None = None  # on this peer's monotonic clock
     avoid: frozenset[bytes] = frozenset()  # peers it failed at: only if there is no other
     near: frozenset[bytes] = frozenset()  # peers that hold most of its inputs

@@ -365,6 +365,29 @@ def test_matching_looks_at_lines_not_at_claims() -> None:
     assert looks["heads"] < 30
 
 
+def test_one_claim_is_not_hidden_behind_an_owners_thousands() -> None:
+    """The one that came last is of another owner, and has its turn with the first ticket."""
+    found = market()
+    for id in range(2000):
+        found.post(HOME, claim(id, 1, owner="many"), 0.0)
+    found.post(OTHER, claim(0, 10, owner="few"), 5.0)
+    rows = found.ticket(member(1, cores=4), Ticket(Capacity(4000, 2**34)), 6.0)
+    assert sum(row.count for row in rows if row.home == OTHER) == 2
+    assert sum(row.count for row in rows) == 4
+    found.sanity_check()
+
+
+def test_a_claim_whose_units_are_of_another_owner_now_waits_in_that_ones_line() -> None:
+    found = market()
+    found.post(HOME, claim(1, 4, owner="a"), 0.0)
+    found.post(HOME, claim(1, 4, owner="b"), 0.1)
+    found.post(OTHER, claim(1, 4, owner="a"), 0.2)
+    found.sanity_check()
+    rows = found.ticket(member(1, cores=4), Ticket(Capacity(4000, 2**34)), 1.0)
+    assert Counter({r.home: r.count for r in rows}) == {HOME: 2, OTHER: 2}
+    found.sanity_check()
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_comes_nothing_is_promised_twice(data: st.DataObject) -> None:
@@ -382,7 +405,9 @@ def test_whatever_comes_nothing_is_promised_twice(data: st.DataObject) -> None:
             if wanted == promised[id]:
                 arrived[id] = promised[id]  # nothing is withdrawn while offers are on their way
             arrived[id] = data.draw(st.integers(arrived[id], promised[id]))
-            _, matches = found.post(HOME, claim(id, wanted, offered=arrived[id]), now)
+            owner = data.draw(st.sampled_from("ab"))
+            posted = claim(id, wanted, offered=arrived[id], owner=owner)
+            _, matches = found.post(HOME, posted, now)
             rows = [row for _, row in matches]
         else:
             cores = data.draw(st.integers(0, 4))
@@ -738,7 +763,7 @@ def test_lines_do_not_grow_behind_one_long_claim() -> None:
     for id in range(1, 3000):
         found.post(OTHER, claim(id, 1), 1.0)
         found.post(OTHER, claim(id, 1, offered=1), 1.0)
-    assert sum(map(len, found._lines.values())) < 200
+    assert sum(len(line) for lines in found._lines.values() for line in lines.values()) < 200
 
 
 def test_a_waiting_unit_says_for_what() -> None:

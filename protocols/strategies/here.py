@@ -25,7 +25,7 @@ def place_here(
             return [], False
         if any(me.contact.id in u.avoid for h in group.heaps.values() for _, _, u in h):
             return [], False
-    asks = tuple(Room(g.needs, g.left, estimate(g.top)) for g in groups)
+    asks = tuple(Room(g.needs, g.left, estimate(g.top), owner=g.top.owner[:64]) for g in groups)
     answer = rpc.ask_self(Reserve.of(asks, False, 0), Offers)
     if answer is None:
         return [], True

@@ -87,7 +87,7 @@ class Probe:
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
-        self._waiting = Waiting(estimate, config.place_units_max)
+        self._waiting = Waiting(estimate)
         self._peers: dict[bytes, _Peer] = {}
         self._asking = False
         self._wake = asyncio.Event()
@@ -218,6 +218,7 @@ class Probe:
                     deadline_in_s=None if deadline_at is None else deadline_at - now,
                     queue=runtime_s is not None and self._waiting.may_queue,
                     hold=hold,
+                    owner=group.top.owner[:64],
                 )
             )
         return chosen, rooms

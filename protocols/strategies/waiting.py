@@ -6,7 +6,8 @@ Rules:
   came, less the seconds of work that hang on it. So without deadlines the highest rank goes first,
   and a second of waiting weighs as much as a second of work: none starves.
 - A unit whose run time becomes known while it waits changes its group.
-- A unit comes out once, unless it is withdrawn.
+- A unit comes out once, unless it is withdrawn. None is turned away: how many there may be is said
+  where workflows are accepted (`tasks_max`), before anything is written.
 """
 
 from __future__ import annotations
@@ -75,15 +76,13 @@ class Waiting:
     def __init__(
         self,
         estimate: Estimate,
-        units_max: int,
         by_avoid: bool = False,
         by_reads: bool = False,
     ) -> None:
         self.groups: dict[GroupKey, Group] = {}
         self.shares = Shares()
-        self._units: dict[AttemptKey, Group] = {}
+        self._units: dict[AttemptKey, tuple[Group, str]] = {}  # and whose it is
         self._estimate = estimate
-        self._units_max = units_max
         self._by_avoid = by_avoid
         self._by_reads = by_reads
         self._order = 0
@@ -95,7 +94,7 @@ class Waiting:
         """The groups that have grown."""
         grown: dict[GroupKey, Group] = {}
         for unit in units:
-            if unit.key in self._units or len(self._units) >= self._units_max:
+            if unit.key in self._units:
                 continue
             self._order += 1
             due_at = now + NO_DEADLINE_S if unit.deadline_at is None else unit.deadline_at
@@ -114,7 +113,7 @@ class Waiting:
         heapq.heappush(group.heaps.setdefault(unit.owner, []), (priority, order, unit))
         self.shares.waits(unit.owner)
         group.left += 1
-        self._units[unit.key] = group
+        self._units[unit.key] = group, unit.owner
         return group
 
     def regroup(self) -> None:
@@ -123,7 +122,7 @@ class Waiting:
             for owner, heap in list(group.heaps.items()):
                 while heap:
                     priority, order, unit = heap[0]
-                    if self._units.get(unit.key) is not group:
+                    if self.group_of(unit.key) is not group:
                         heapq.heappop(heap)  # withdrawn
                     elif self._estimate(unit) is None:
                         break
@@ -138,24 +137,16 @@ class Waiting:
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
-            group = self._units.pop(key, None)
+            group, owner = self._units.pop(key, (None, ""))
             if group is not None:
                 group.left -= 1  # its entry in the heap is skipped when it comes up
-                self._withdrawn(group, key)
+                self.shares.leaves(owner)
                 self._prune(group)
                 self.forget_if_empty(group)
 
-    def _withdrawn(self, group: Group, key: AttemptKey) -> None:
-        """Whose it was is only known by its entry; mostly there is one owner."""
-        owners = list(group.heaps)
-        if len(owners) > 1:
-            owners = [o for o, h in group.heaps.items() if any(u.key == key for _, _, u in h)]
-        if owners:
-            self.shares.leaves(owners[0])
-
     def reason(self, key: AttemptKey) -> str | None:
         """In words, what keeps a unit; and that others wait as well."""
-        group = self._units.get(key)
+        group = self.group_of(key)
         if group is None:
             return None
         if not self.shares.contended:
@@ -169,18 +160,17 @@ class Waiting:
         return not self.shares.contended or all(g.size is not None for g in self.groups.values())
 
     def group_of(self, key: AttemptKey) -> Group | None:
-        return self._units.get(key)
+        return self._units.get(key, (None, ""))[0]
 
     def pop(self, group: Group, near: bytes = b"") -> Unit | None:
         """The next one; of the next few one whose inputs are at that peer, if there is any."""
-        self._prune(group)
-        heap = group.heap
+        heap = group.heap  # (pruned since the last one came out)
         if not heap:
             return None
         unit = heap[0][2]
         if near and near not in unit.near:
             few = heap[:SUITED_DEPTH]  # in a heap these are among the first, if not the first
-            suited = (u for _, _, u in few if near in u.near and self._units.get(u.key) is group)
+            suited = (u for _, _, u in few if near in u.near and self.group_of(u.key) is group)
             unit = next(suited, unit)
         if unit is heap[0][2]:
             heapq.heappop(heap)
@@ -194,11 +184,14 @@ class Waiting:
         return unit
 
     def _prune(self, group: Group) -> None:
-        for owner, heap in list(group.heaps.items()):
-            while heap and self._units.get(heap[0][2].key) is not group:
+        empty = []
+        for owner, heap in group.heaps.items():
+            while heap and self.group_of(heap[0][2].key) is not group:
                 heapq.heappop(heap)
             if not heap:
-                del group.heaps[owner]
+                empty.append(owner)
+        for owner in empty:
+            del group.heaps[owner]
 
     def forget_if_empty(self, group: Group) -> None:
         # another group may have taken its place while offers were on their way

@@ -81,7 +81,7 @@ class Chemical:
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
-        self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True)
+        self._waiting = Waiting(estimate, by_avoid=True)
         self._ask_at: dict[GroupKey, float] = {}  # not before; until then it is told
         self._in_vain: Counter[GroupKey] = Counter()  # it was asked so often, one after another
         self._sought: Counter[GroupKey] = Counter()  # units that room is looked for now
@@ -187,7 +187,7 @@ class Chemical:
             return
         runtime_s = self._estimate(group.top)
         each = self._questions.each(group.needs, count, runtime_s)
-        ask = Room(group.needs, min(each, count), runtime_s)
+        ask = Room(group.needs, min(each, count), runtime_s, owner=group.top.owner[:64])
         answer = self._rpc.ask_self(Reserve.of((ask,), False, 0), Offers)
         if answer is not None and answer.grants[0].leases:
             search = self._search(group)
@@ -222,7 +222,8 @@ class Chemical:
     async def _ask(self, group: Group, count: int, search: _Search) -> None:
         runtime_s = self._estimate(group.top)
         captures: list[asyncio.Task[None]] = []
-        async for rows in self._questions.ask(group.needs, count, runtime_s, group.avoid):
+        owner = group.top.owner[:64]
+        async for rows in self._questions.ask(group.needs, count, runtime_s, group.avoid, owner):
             for meta, units in rows:
                 capture = self._capture(group, meta, units, search)
                 captures.append(self._tasks.spawn(capture))
@@ -248,6 +249,7 @@ class Chemical:
             runtime_s=runtime_s,
             deadline_in_s=None if deadline_at is None else deadline_at - self._now(),
             queue=runtime_s is not None and self._waiting.may_queue,
+            owner=top.owner[:64],
         )
         try:
             limit_s = self._config.lease_ttl_s / 2

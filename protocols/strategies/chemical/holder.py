@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from ...config import Config
 from ...matching import slots
 from ...messages import Capacity, Meta, Needs
+from ..shares import Shares
 from .scale import order
 
 USED_STEPS = 32
@@ -42,6 +43,7 @@ class Wish:
     queue: bool
     until: float
     avoid: tuple[bytes, ...] = ()
+    owner: str = ""
 
     @property
     def key(self) -> WishKey:
@@ -83,6 +85,7 @@ def alike(one: Capacity, other: Capacity, capacity: Capacity) -> bool:
 class Stretch:
     def __init__(self, config: Config) -> None:
         self.wishes: dict[WishKey, Wish] = {}
+        self.shares = Shares()  # of owners who wish for something here
         self._config = config
         self._rows: list[tuple[float, bytes]] = []
         self._metas: dict[bytes, Meta] = {}
@@ -161,6 +164,15 @@ class Stretch:
         if wish.key in self.wishes or len(self.wishes) < self._config.layer_wishes_max:
             kept = self.wishes.setdefault(wish.key, wish)  # who says it again keeps its place
             kept.count, kept.each, kept.until = wish.count, wish.each, wish.until
+            kept.owner = wish.owner
+
+    def in_turn(self) -> list[tuple[WishKey, Wish]]:
+        """Those that wait: of the owner that got least first, then who said it first."""
+        found = list(self.wishes.items())
+        self.shares.only({wish.owner for _, wish in found})
+        if self.shares.contended:
+            found.sort(key=lambda row: self.shares.given(row[1].owner))
+        return found
 
     def expire(self, now: float) -> None:
         for peer in [peer for peer, until in self._until.items() if until <= now]:

@@ -407,7 +407,7 @@ class Layer:
         if member is None or meta.order >= STEPS:
             return
         wishes = kind.stretch.wishes
-        for wish_key, wish in list(wishes.items()):
+        for wish_key, wish in kind.stretch.in_turn():
             if wish.until <= now:
                 del wishes[wish_key]
                 continue
@@ -422,6 +422,7 @@ class Layer:
             if wish.count > 0:
                 wishes[wish_key] = wish  # who got something is behind the others who wait
             self.give(kind, meta, wish.needs, count)
+            kind.stretch.shares.give(wish.owner, count * wish.needs.capacity.millicores / 1000)
             self._rpc.tell(home, Appeared(meta=meta, needs=wish.needs, count=count))
             return
 

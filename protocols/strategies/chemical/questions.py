@@ -130,7 +130,12 @@ class Questions:
         return min(max(dealt, min(worth, TOGETHER_MAX)), UNITS_MAX)
 
     async def ask(
-        self, needs: Needs, count: int, runtime_s: float | None, avoid: Iterable[bytes] = ()
+        self,
+        needs: Needs,
+        count: int,
+        runtime_s: float | None,
+        avoid: Iterable[bytes] = (),
+        owner: str = "",
     ) -> AsyncIterator[tuple[Found, ...]]:
         """The least loaded that should have room, each with how many units, as they are found; and
         a wish for the rest is left wherever they would appear."""
@@ -144,7 +149,7 @@ class Questions:
             low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
             nodes=min(self._config.layer_walk_max, NODES_MIN + 2 * count), empty=0,
             wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
-            avoid=self.avoidable(needs, avoid),
+            avoid=self.avoidable(needs, avoid), owner=owner,
         )  # fmt: skip
         question = self._stretch(kind, question, question.low)
         if not self._hopeful:
@@ -278,8 +283,9 @@ class Questions:
         if left and message.wait_s and message.leg != SEARCH:
             until = now + min(message.wait_s, self._config.layer_wait_s)
             wish = Wish(
-                message.home, message.needs, left, message.each, message.queue, until, message.avoid
-            )
+                message.home, message.needs, left, message.each, message.queue, until,
+                message.avoid, message.owner,
+            )  # fmt: skip
             kind.stretch.wish(wish, now)
         return tuple(rows)
 

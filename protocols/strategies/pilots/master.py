@@ -67,6 +67,8 @@ MANY = 0.5  # of all pilots may have room: then all are asked
 
 #: who got least goes first, if nobody holds half a MiB more of what another one's task reads
 FAVOUR = 500.0
+#: lines with a deadline that are seated one after the other, before all the rest
+DUE_MAX = 16
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class _Order:
     since: float
     given: int = 0
     given_at: float = 0.0
+    due_at: float = math.inf
 
     @property
     def open(self) -> int:
@@ -107,6 +110,7 @@ class Master:
         self._by_home: dict[bytes, dict[int, int]] = {}
         self._list = List(rng.getrandbits(40))  # another master's versions are others
         self._reading: dict[bytes, set[int]] = {}  # file → lines that read it
+        self._dated: set[int] = set()  # lines with a deadline
         self._choosy: dict[int, None] = {}  # lines that are not worth the same to all pilots
         self._plain: dict[int, None] = {}  # and those that are: they read nothing
         self._quick: set[int] = set()  # lines of short tasks: they may wait in a pilot's queue
@@ -167,8 +171,15 @@ class Master:
             self._orders[number] = order
         else:
             order = self._orders[number]
-            order.wanting = wanting
+            before, order.wanting = order.wanting, wanting
             order.given = max(order.given, wanting.settled)
+            if (before.owner, before.deadline_in_s is None) != (
+                wanting.owner,
+                wanting.deadline_in_s is None,
+            ) and number in self._list.lines:
+                self._unlist(order)  # the pilots know it otherwise
+        due_in_s = math.inf if wanting.deadline_in_s is None else wanting.deadline_in_s
+        order.due_at = now + due_in_s
         self._relist(order)
 
     def _relist(self, order: _Order) -> None:
@@ -176,7 +187,13 @@ class Master:
         listed = order.number in self._list.lines
         if order.open > 0 and not listed:
             w = order.wanting
-            line = Line(order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank)
+            dated = w.deadline_in_s is not None
+            line = Line(
+                order.number, w.needs, w.waited_s, w.hangs_s, w.reads, w.avoid, w.rank,
+                dated, w.owner,
+            )  # fmt: skip
+            if dated:
+                self._dated.add(order.number)
             self._list.put(line)
             if len(self._list.lines) > BUSY_LINES:
                 self.busy.set()
@@ -195,6 +212,7 @@ class Master:
         self._choosy.pop(order.number, None)
         self._plain.pop(order.number, None)
         self._quick.discard(order.number)
+        self._dated.discard(order.number)
         for file, _ in order.wanting.reads:
             readers = self._reading.get(file)
             if readers is not None:
@@ -387,7 +405,7 @@ class Master:
         self._fresh.clear()
         bids = []
         now = self._now()
-        lines = [self._orders[n] for n in list(self._plain)[:EXCERPT_MAX]]
+        lines = [self._orders[n] for n in self._in_turn(self._plain)[:EXCERPT_MAX]]
         for pilot in pilots:
             member = self._members.get(pilot)
             if member is None:
@@ -423,7 +441,8 @@ class Master:
             for file in self._held.get(pilot, ()):
                 chosen.update(dict.fromkeys(self._reading.get(file, ())))
         chosen.update(dict.fromkeys(sorted(self._fresh)))
-        chosen.update(dict.fromkeys(islice(self._fitting(self._plain, pilots), PLAIN_MAX)))
+        plain = self._fitting(self._in_turn(self._plain), pilots)
+        chosen.update(dict.fromkeys(islice(plain, PLAIN_MAX)))
         lines = self._list.lines
         if len(lines) > len(chosen):
             others = [n for n in self._choosy if n not in left and n not in chosen]
@@ -431,6 +450,17 @@ class Master:
             longest = heapq.nlargest(most, self._fitting(others, pilots), key=self._free_at)
             chosen.update(dict.fromkeys(longest))
         return tuple(lines[n] for n in list(chosen)[:EXCERPT_MAX] if n in lines)
+
+    def _in_turn(self, numbers: Iterable[int]) -> list[int]:
+        """As they came; but where it matters, those first whose turn it is."""
+        if not self._dated and not self._shares.contended:
+            return list(numbers)
+
+        def turn(number: int) -> tuple[float, float]:
+            order = self._orders[number]
+            return self._shares.given(order.wanting.owner), order.due_at
+
+        return sorted(numbers, key=turn)
 
     def _fitting(self, numbers: Iterable[int], pilots: Collection[bytes]) -> Iterator[int]:
         """Lines that one of these pilots has room for, as far as that is known."""
@@ -473,36 +503,29 @@ class Master:
         orders = [self._orders[n] for n in sorted(numbers) if n in self._orders]
         index = {order.number: i for i, order in enumerate(orders)}
         tickets = [bid.ticket for bid in bids]
-        seats = []
-        ranks = Ranks()
         self._shares.only({o.wanting.owner for o in self._orders.values() if o.open > 0})
         favoured = ""
         if self._shares.contended:  # of those who wait, and could get something here
             favoured = self._shares.next(o.wanting.owner for o in orders) if orders else ""
         value: dict[tuple[int, int], float] = {}
+        ranked: dict[tuple[int, int], float] = {}
         for p, bid in enumerate(bids):
-            most = 0
             for number, rank in bid.ranks:
                 line = index.get(number)
                 if line is not None:
-                    room = slots(bid.ticket.free, orders[line].wanting.needs.capacity)
-                    most = max(most, min(SEATS_MAX, room))
                     value[p, line] = rank
-                    ahead = self._shares.contended and orders[line].wanting.owner == favoured
-                    if room:
-                        ranks.add(p, line, rank + FAVOUR * ahead)
-            seats.append(most)
+                    ranked[p, line] = self._weighed(orders[line], rank, favoured)
         units = [order.open for order in orders]
-        chosen, exactly = assign(seats, units, ranks, self._config.pilots_cells_max)
-        self.counts["exact" if exactly else "greedy"] += 1
         given: dict[tuple[int, int], int] = {}
-        for p, line, count in chosen:
-            needs = orders[line].wanting.needs.capacity
-            count = min(count, slots(tickets[p].free, needs), units[line])
-            if count > 0:
-                tickets[p] = tickets[p]._replace(free=plus(tickets[p].free, needs, -count))
-                units[line] -= count
-                given[p, line] = given.get((p, line), 0) + count
+        contended = self._shares.contended
+        due = [
+            line
+            for line, order in enumerate(orders)
+            if order.due_at < math.inf and (not contended or order.wanting.owner == favoured)
+        ]
+        due.sort(key=lambda line: orders[line].due_at)
+        for lines in (*([line] for line in due[:DUE_MAX]), range(len(orders))):
+            self._seat(lines, orders, tickets, units, ranked, given)
         waiting = [0 if o.number in left else n for o, n in zip(orders, units, strict=True)]
         if self._shares.contended:
             waiting = [0] * len(orders)  # nobody queues ahead of others who wait
@@ -537,6 +560,47 @@ class Master:
             self._rooms[bid.pilot] = ticket
         self.counts["assigned"] += sum(given.values())
         return landings
+
+    def _weighed(self, order: _Order, rank: float, favoured: str) -> float:
+        """Beside what other owners want. What an owner's own expression says is no more than that:
+        it puts this owner's tasks in order, and not before those of others."""
+        if not self._shares.contended:
+            return rank
+        if order.wanting.rank:
+            rank = FAVOUR / 2 * math.tanh(rank / FAVOUR)
+        return rank + FAVOUR * (order.wanting.owner == favoured)
+
+    def _seat(
+        self,
+        lines: Iterable[int],
+        orders: list[_Order],
+        tickets: list[Ticket],
+        units: list[int],
+        ranked: dict[tuple[int, int], float],
+        given: dict[tuple[int, int], int],
+    ) -> None:
+        """Of these lines as many units as there are seats, by the largest sum of ranks."""
+        some = {line for line in lines if units[line] > 0}
+        seats = [0] * len(tickets)
+        ranks = Ranks()
+        for (p, line), rank in ranked.items():
+            if line in some:
+                room = slots(tickets[p].free, orders[line].wanting.needs.capacity)
+                seats[p] = max(seats[p], min(SEATS_MAX, room))
+                if room:
+                    ranks.add(p, line, rank)
+        if not len(ranks):
+            return
+        wanted = [n if line in some else 0 for line, n in enumerate(units)]
+        chosen, exactly = assign(seats, wanted, ranks, self._config.pilots_cells_max)
+        self.counts["exact" if exactly else "greedy"] += 1
+        for p, line, count in chosen:
+            needs = orders[line].wanting.needs.capacity
+            count = min(count, slots(tickets[p].free, needs), units[line])
+            if count > 0:
+                tickets[p] = tickets[p]._replace(free=plus(tickets[p].free, needs, -count))
+                units[line] -= count
+                given[p, line] = given.get((p, line), 0) + count
 
     def _fill(
         self,

@@ -293,7 +293,7 @@ class Pilot:
         held = self._held()
         me = self._rpc.me.id
         unsettled = now < self._settled_at
-        found = []
+        found: dict[str, list[tuple[bool, float, float, int]]] = {}  # by owner
         most = 0
         for number, line in lines.items():
             room = slots(ticket.free, line.needs.capacity)
@@ -313,9 +313,12 @@ class Pilot:
             if me in line.avoid:
                 value -= AVOIDED
             # of those that are worth the same, each pilot names others
-            found.append((value, self._rng.random(), number))
+            row = (line.dated, value, self._rng.random(), number)
+            found.setdefault(line.owner, []).append(row)
         count = min(RANKS_MAX, max(self._config.pilots_ranks, 4 * most))
-        return [(number, _bounded(value)) for value, _, number in heapq.nlargest(count, found)]
+        each = -(-count // max(1, len(found)))  # no owner's lines hide another's
+        named = [row for rows in found.values() for row in heapq.nlargest(each, rows)]
+        return [(number, _bounded(value)) for _, value, _, number in named]
 
     def _suits(self, needs: Needs) -> bool:
         found = self._meets.get(needs)

@@ -96,7 +96,7 @@ class Pilots:
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
-        self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True, by_reads=True)
+        self._waiting = Waiting(estimate, by_avoid=True, by_reads=True)
         self._lines: dict[GroupKey, _Line] = {}
         self._ids: dict[int, _Line] = {}
         self._desks: dict[str, _Desk] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from ...chemistry.expressions import Incomputable, compute
+from ...chemistry.expressions import Incomputable, compute, unmetered
 from ...chemistry.molecules import Term
 from ...chemistry.notation import ChemistryError, read_rule
 
@@ -34,7 +34,7 @@ def problem(text: str) -> str | None:
         return f"an expression has at most {TEXT_MAX} characters"
     names = ", ".join(VARIABLES)
     try:
-        found = compute(_read(text), dict.fromkeys(VARIABLES, 1.0), {})
+        found = compute(_read(text), dict.fromkeys(VARIABLES, 1.0), {}, unmetered)
     except Incomputable:
         return None  # of these numbers; perhaps not of others
     except (ChemistryError, KeyError, ValueError) as error:
@@ -52,13 +52,13 @@ def ranking(text: str) -> Ranking:
         return by_default
     try:
         term = _read(text)
-    except (ChemistryError, ValueError):
+    except Exception:
         return lambda *_: 0.0
 
     def computed(*values: float) -> float:
         try:
-            found = compute(term, dict(zip(VARIABLES, values, strict=True)), {})
-        except (Incomputable, ArithmeticError, TypeError, ValueError, LookupError):
+            found = compute(term, dict(zip(VARIABLES, values, strict=True)), {}, unmetered)
+        except Exception:  # whatever it is: it is one user's, in the middle of everybody's
             return 0.0
         return float(found) if isinstance(found, int | float) else 0.0
 

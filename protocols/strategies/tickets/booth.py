@@ -75,7 +75,7 @@ class Booth:
             self._wake.set()
 
     def _is_wanted(self) -> bool:
-        return self._now() < self._wanted_until
+        return self._wanted_until > 0.0 and self._now() < self._wanted_until
 
     def _is_more(self) -> bool:
         all_of_it = self._members.me.capacity.millicores

@@ -108,7 +108,7 @@ class Tickets:
         self._config = config
         self._on_placed = on_placed
         self._estimate = estimate
-        self._waiting = Waiting(estimate, config.place_units_max, by_avoid=True)
+        self._waiting = Waiting(estimate, by_avoid=True)
         self._posts: dict[GroupKey, _Post] = {}
         self._ids: dict[int, _Post] = {}
         self._free: dict[bytes, tuple[int, float]] = {}  # cell → millicores, as of when

@@ -1,14 +1,17 @@
 """What happens in one cell: claims and tickets, and the matching of one to the other. Pure.
 
 After seed 004, Algorithm 2. Rules:
-- Claims wait in the order of their ranks (seconds of work that hang on them), aged: a second of
-  waiting weighs as much as a second of work, so that none starves. The order of two claims does not
-  change while they wait, so nothing is ever sorted again; a claim whose oldest units are served
-  goes to where the others belong, so a home with an endless stream does not keep its place.
+- Claims wait in the order of their deadlines, or, as if they were due a fixed time after they came,
+  of their ranks (seconds of work that hang on them), aged: a second of waiting weighs as much as a
+  second of work, so that none starves. The order of two claims does not change while they wait, so
+  nothing is ever sorted again, but for a claim whose next unit is due earlier; a claim whose oldest
+  units are served goes to where the others belong, so a home with an endless stream does not keep
+  its place.
 - A ticket is divided among the claims it meets, the first in order first, until what is free there
   is used up: no ticket is over-provisioned by its cell. (Only its peer decides, in the end.)
-- Claims of the same needs form a line; a ticket is held against the head of each line, not against
-  each claim: matching takes as long as there are different needs.
+- Claims of one owner with the same needs form a line; a ticket is held against the head of each
+  line, not against each claim: matching takes as long as there are different needs and owners.
+- Owners who wait take turns (`shares`); among claims of one owner their order decides.
 - A claim stands for many units. Numbers are counted from a claim's first unit on, at both ends
   (`wanted`, `offered`, `matched`): a post that crosses an offer on its way is not met twice.
 - An offer that has not reached its home after a while never will: its units are wanted again.
@@ -24,6 +27,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...admission import NO_DEADLINE_S
 from ...config import Config
 from ...matching import plus, slots, unmet
 from ...messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
@@ -33,7 +37,6 @@ ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
 Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
 #: how far down a line a claim is looked for that does not avoid a peer
 LINE_DEPTH = 15
-TURNS_MAX = 256
 REDEMPTIONS_MAX = 500  # a ticket may be in two cells
 LINE_SLACK = 64
 #: a claim whose units are younger by less than this keeps its place
@@ -54,10 +57,14 @@ class _Standing:
     expires_at: float
     since: float
     held_at: float = 0.0
+    waits: bool = False  # its owner is known to wait for it
 
     @property
     def left(self) -> int:
         return max(0, self.claim.wanted - self.matched)
+
+
+_Place = tuple[float, int, _Standing]  # its order, and a number that no other place has
 
 
 @dataclass(slots=True)
@@ -83,7 +90,7 @@ class Market:
         self._config = config
         self._rng = rng
         self._claims: dict[ClaimKey, _Standing] = {}
-        self._lines: dict[Needs, list[tuple[float, int, _Standing]]] = {}
+        self._lines: dict[Needs, dict[str, list[_Place]]] = {}  # by needs, then by owner
         self._count = 0
         self._runtime_s = config.claim_answer_s
         self._left_before = (-1.0, 0)
@@ -109,7 +116,7 @@ class Market:
             self._remove(key)
             standing = None
         if standing is None:
-            order = now - claim.waited_s - claim.rank_s
+            order = _order(claim, now)
             expires_at = now + self._config.claim_ttl_s
             since = now - claim.waited_s
             standing = _Standing(key, claim, order, claim.offered, now, expires_at, since)
@@ -120,16 +127,22 @@ class Market:
             if now - standing.matched_at > self._config.claim_refresh_s:
                 standing.matched = claim.offered  # what has not arrived by now never will
             standing.matched = max(standing.matched, claim.offered)
+            if standing.claim.owner != claim.owner:  # to another line
+                idle = True
+                self._rest(standing)
             standing.claim = claim
             standing.expires_at = now + self._config.claim_ttl_s
             standing.since = now - claim.waited_s
             # units that came later have not waited as long as those that were here first
-            order = standing.since - claim.rank_s
+            order = _order(claim, now)
             moves = order > standing.order + ORDER_S_MIN
+            if claim.deadline_in_s is not None:
+                moves = abs(order - standing.order) > ORDER_S_MIN
             if moves or idle:
-                standing.order = order
+                standing.order = order if order != standing.order else math.nextafter(order, 0.0)
             if standing.left and (idle or moves):
                 self._line_up(standing)
+        self._note(standing)
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
         found: list[Match] = []
         if self._config.ticket_on_change:
@@ -157,7 +170,7 @@ class Market:
 
     def _line_up(self, standing: _Standing) -> None:
         self._count += 1
-        line = self._lines.setdefault(standing.claim.needs, [])
+        line = self._lines.setdefault(standing.claim.needs, {}).setdefault(standing.claim.owner, [])
         if len(line) > 2 * len(self._claims) + LINE_SLACK:
             line[:] = [entry for entry in line if _counts(entry)]
             heapq.heapify(line)
@@ -167,6 +180,20 @@ class Market:
         standing = self._claims.pop(key, None)
         if standing is not None:  # its place in the line is skipped when it comes up
             standing.claim = standing.claim._replace(wanted=0)
+            self._note(standing)
+
+    def _rest(self, standing: _Standing) -> None:
+        if standing.waits:
+            self._shares.leaves(standing.claim.owner)
+            standing.waits = False
+
+    def _note(self, standing: _Standing) -> None:
+        """It may wait now, or no more: only owners of what waits take turns."""
+        if not standing.left:
+            self._rest(standing)
+        elif not standing.waits:
+            self._shares.waits(standing.claim.owner)
+            standing.waits = True
 
     def short(self, home: bytes, claim: int, count: int) -> None:
         """So many units were to be redeemed, and found no room."""
@@ -176,6 +203,7 @@ class Market:
             standing.matched = max(standing.claim.offered, standing.matched - count)
             if idle and standing.left:
                 self._line_up(standing)
+            self._note(standing)
 
     def promised(self, home: bytes, claim: int) -> int | None:
         """Units of a claim; None if it has all that it wants."""
@@ -234,14 +262,7 @@ class Market:
 
     def waits(self) -> bool:
         """Some claim that is here has not all it wants."""
-        for needs in list(self._lines):
-            line = self._lines[needs]
-            while line and not _counts(line[0]):
-                heapq.heappop(line)
-            if line:
-                return True
-            del self._lines[needs]
-        return False
+        return any(self._heads(needs) for needs in list(self._lines))
 
     def active(self, now: float) -> bool:
         """Somebody wants something here, or did a moment ago."""
@@ -289,6 +310,7 @@ class Market:
         if self._shares.contended:
             each = max(1, claim.needs.capacity.millicores) / 1000 * (claim.runtime_s or 1.0)
             self._shares.give(claim.owner, (count + queued) * each)
+        self._note(standing)
         return booked.member.contact.id, self._redemption(standing, count + queued)
 
     def _redemption(self, standing: _Standing, count: int, hold: bool = False) -> Redemption:
@@ -354,23 +376,13 @@ class Market:
             for peer, (now_count, queued) in given.items()
         ]
 
-    def _who_waits(self) -> bool:
-        """More than one owner does."""
-        if len(self._claims) > 1:
-            self._shares.only({s.claim.owner for s in self._claims.values() if s.left})
-        return len(self._claims) > 1 and self._shares.contended
-
     def _comes_later(self, standing: _Standing) -> bool:
         """Another owner, who got less, waits for just this: both wait for tickets, in turn."""
-        if not self._who_waits():
+        if not self._shares.contended:
             return False
-        mine = standing.claim
-        return any(
-            s.left
-            and s.claim.needs == mine.needs
-            and self._shares.given(s.claim.owner) < self._shares.given(mine.owner)
-            for s in self._claims.values()
-        )
+        mine = self._shares.given(standing.claim.owner)
+        heads = self._heads(standing.claim.needs)
+        return any(self._shares.given(line[0][2].claim.owner) < mine for line in heads)
 
     def _chunk(self, booked: _Booked, claim: Claim) -> int:
         """Units that are worth a message."""
@@ -395,14 +407,13 @@ class Market:
         known.base, known.at = known.free, now
         rows: list[Redemption] = []
         left = self._config.leases_max  # no peer leases more at a time
-        in_turn = self._who_waits()
         for queued in (False, True):
             while left and len(rows) < REDEMPTIONS_MAX:
                 standing = self._first(known, queued, now)
                 if standing is None:
                     break
                 count = min(left, standing.left, self._room(known, standing.claim, queued))
-                count = 1 if in_turn else count
+                count = 1 if self._shares.contended else count
                 left -= count
                 split = (0, count) if queued else (count, 0)
                 rows.append(self._give(standing, known, *split, now)[1])
@@ -414,7 +425,7 @@ class Market:
     def _first(self, booked: _Booked, queued: bool, now: float) -> _Standing | None:
         """Of the claims that a ticket meets and has room for."""
         peer = booked.member.contact.id
-        best: tuple[float, int, _Standing] | None = None
+        best: _Place | None = None
         for needs in list(self._lines):
             if not self._meets(booked, needs):
                 continue
@@ -425,23 +436,28 @@ class Market:
                 best = head
         return None if best is None else best[2]
 
-    def _head(self, needs: Needs, peer: bytes, now: float) -> tuple[float, int, _Standing] | None:
-        line = self._lines[needs]
-        while line and not _counts(line[0]):
-            heapq.heappop(line)
-        if not line:
-            del self._lines[needs]
-            return None
-        if self._shares.contended:
-            some = [e for e in line[:TURNS_MAX] if _counts(e)]
-            some = [e for e in some if not self._avoids(e[2], peer, now)]
-            return min(some, key=self._turn, default=None)
-        if not self._avoids(line[0][2], peer, now):
-            return line[0]
-        few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
-        return next((e for e in few if _counts(e) and not self._avoids(e[2], peer, now)), None)
+    def _heads(self, needs: Needs) -> list[list[_Place]]:
+        """The lines of these needs in which somebody waits, one for each owner."""
+        lines = self._lines.get(needs, {})
+        for owner, line in list(lines.items()):
+            while line and not _counts(line[0]):
+                heapq.heappop(line)
+            if not line:
+                del lines[owner]
+        if not lines:
+            self._lines.pop(needs, None)
+        return list(lines.values())
 
-    def _turn(self, entry: tuple[float, int, _Standing]) -> tuple[float, float, int]:
+    def _head(self, needs: Needs, peer: bytes, now: float) -> _Place | None:
+        """Of each owner the first that does not avoid that peer; of these, whose turn it is."""
+        found = []
+        for line in self._heads(needs):
+            few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
+            fits = (e for e in few if _counts(e) and not self._avoids(e[2], peer, now))
+            found += [line[0]] if not self._avoids(line[0][2], peer, now) else [*fits][:1]
+        return min(found, key=self._turn, default=None)
+
+    def _turn(self, entry: _Place) -> tuple[float, float, int]:
         """Who got least is next; then by the order of claims."""
         return self._shares.given(entry[2].claim.owner), entry[0], entry[1]
 
@@ -462,6 +478,7 @@ class Market:
                 standing.held_at = now
                 standing.matched += 1
                 standing.matched_at = now
+                self._note(standing)
                 peer = chosen.member.contact.id
                 found.append((peer, self._redemption(standing, 1, hold=True)))
         return found
@@ -470,12 +487,20 @@ class Market:
         for booked in self.tickets.values():
             assert min(booked.free) >= 0, "a ticket was promised away twice"
         for standing in self._claims.values():
-            lined = self._lines.get(standing.claim.needs, [])
+            lined = self._lines.get(standing.claim.needs, {}).get(standing.claim.owner, [])
             lined_up = any(e[2] is standing and _counts(e) for e in lined)
             assert not standing.left or lined_up, "a claim is in no line"
+            assert standing.waits == bool(standing.left), "its owner is not known to wait"
 
 
-def _counts(entry: tuple[float, int, _Standing]) -> bool:
+def _order(claim: Claim, now: float) -> float:
+    """When its first unit is due, less the work that hangs on it."""
+    if claim.deadline_in_s is not None:
+        return now + claim.deadline_in_s - claim.rank_s
+    return now - claim.waited_s + NO_DEADLINE_S - claim.rank_s
+
+
+def _counts(entry: _Place) -> bool:
     """A place in a line: not of a claim that has all it wants, or has moved back since."""
     return bool(entry[2].left) and entry[0] == entry[2].order
 
