@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 3
 
 .PHONY: demo test check bench papers shootout data fuzz soak crowd chaos up clean
 $(VENV)/run: pyproject.toml
@@ -13,8 +14,8 @@ $(VENV)/dev: $(VENV)/run
 
 demo: $(VENV)/run  ## start a cluster, run an example to its result, stop
 	@$(BIN)/python examples/demo.py
-test: check  ## everything CI runs
-	@$(BIN)/python -m pytest
+test: check  ## everything CI runs; JOBS=1 for one test at a time
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 check: $(VENV)/dev  ## formatting, lint, strict types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 .bench/env: bench/requirements.txt
@@ -38,6 +39,8 @@ fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for le
 	@$(BIN)/python -m fuzz $(ARGS)
 soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARGS="--seeds 500" for less
 	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
+	@$(BIN)/python -m sim --seeds 500 --slice-bytes 1 --peers 6 --every-s 1.5 --seconds 120
+	@$(BIN)/python -m sim --seeds 500 --majority-lost 10
 	@$(BIN)/python -m sim --seeds 500 --peers 9 --keepers 5 --majority-lost 20 \
 		--faults crash,perish,stop,clog,lossy,slow-disk
 	@$(BIN)/python -m sim --seeds 1000 --strategy tickets

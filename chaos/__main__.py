@@ -1,6 +1,7 @@
 """`make chaos`: real peers as processes and as hosts, killed, stopped and cut off.
 
-`python -m chaos [SCENARIO …] [--json] [--seed N] [--times N]`; all of them if none is named.
+`python -m chaos [SCENARIO …] [--json] [--seed N] [--times N] [--only ATTACK,…]`; all of them if
+none is named.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from valence.display import Display
 
-from . import queues
+from . import losses, owners, queues, strangers
 from .hosts import Hosts
 from .processes import Processes, until
 
@@ -357,6 +358,11 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "keepers": keepers,
     "pilots": queues.pilots,
     "queue": queues.queue,
+    "deaths": losses.deaths,
+    "sites": losses.sites,
+    "fair": owners.fair,
+    "edited": owners.edited,
+    "hostile": strangers.hostile,
 }
 
 
@@ -365,11 +371,15 @@ def main() -> int:
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=int, default=0, help="of accept and failover")
+    parser.add_argument("--only", default="", help="attacks of hostile, with commas between them")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     wrong = [name for name in options.scenarios if name not in SCENARIOS]
     if wrong:
         parser.error(f"there is no scenario {wrong[0]}; there are {', '.join(SCENARIOS)}")
+    unknown = [name for name in options.only.split(",") if name and name not in strangers.ATTACKS]
+    if unknown:
+        parser.error(f"no attack {unknown[0]}; there are {', '.join(strangers.ATTACKS)}")
     display = Display()
     found: dict[str, Any] = {}
     for name in options.scenarios or SCENARIOS:

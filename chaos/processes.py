@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peer import tokens
 from peer.shelf import unpack
 from valence.client import Client
 
 VALENCE = [sys.executable, "-m", "valence"]
+UP_S = 90.0
 
 
 class Processes:
@@ -32,15 +34,30 @@ class Processes:
         self.environment.update(variables)
         self.gone: set[str] = set()
         self._again: list[subprocess.Popen[bytes]] = []
-        up = [*VALENCE, "up", "--peers", str(peers), "--detach", *more]
-        subprocess.run(up, env=self.environment, check=True, stdout=subprocess.DEVNULL)
-        self.token = (home / "token").read_text().strip()
-        until(lambda: len(self.client(self.rows()[0]).peers()) == peers, 60)
+        self._up = [*VALENCE, "up", "--peers", str(peers), "--detach", *more]
+        self._peers = peers
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Also again, on what its peers kept."""
+        subprocess.run(
+            self._up, env=self.environment, check=True, stdout=subprocess.DEVNULL, timeout=UP_S
+        )
+        self.token = (self.home / "token").read_text().strip()
+        until(lambda: len(self.client(self.rows()[0]).peers()) == self._peers, 60)
+
+    def owner(self, name: str) -> str:
+        """A token of somebody who may submit workflows, and see no others."""
+        return tokens.make(self.token, name, "submit", time.time() + 3600)[0]
 
     def rows(self) -> list[dict[str, Any]]:
         found = []
         for path in sorted(self.home.glob("peer-*/peer.json")):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(OSError, ValueError):
                 found.append({**json.loads(path.read_text()), "data": str(path.parent)})
         return found
 
@@ -83,6 +100,14 @@ class Processes:
             if sum(found.values()) > sum(best.values()):
                 best = found
         return best
+
+
+def open_directory(path: Path) -> Path:
+    """One that tasks can write to, whatever user they run as."""
+    path.mkdir(parents=True)
+    path.parent.chmod(0o711)
+    path.chmod(0o777)
+    return path
 
 
 def _alive(pid: int) -> bool:

@@ -34,9 +34,10 @@ class Queue:
         self.token = ""
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, token: str) -> None:
+    def start(self, token: str, **variables: str) -> None:
         self.token = token
         environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
+        environment.update(variables)
         environment["VALENCE_TOKEN"] = token
         command = [sys.executable, "-m", "master", "--data", str(self.data), "--quiet"]
         command += ["--http-port", str(self.port)]

@@ -46,7 +46,7 @@ from protocols.messages import (
 )
 from protocols.rpc import Refused
 from protocols.strategies.shares import Shares
-from protocols.strategy import READ_BYTES_MIN, Placed, Placement, Unit
+from protocols.strategy import READ_BYTES_MIN, Estimate, Placed, Placement, Unit
 from workflow.model import Workflow
 
 log = logging.getLogger("valence.queue")
@@ -71,8 +71,9 @@ def site_id(name: str) -> bytes:
 class _Heaps:
     """Units that wait: owners take turns, and of each what is due first comes first."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: Shares, cost: Callable[[Unit], float]) -> None:
         self._shares = shares
+        self._cost = cost  # core-seconds, as expected
         self._by_owner: dict[str, list[Row]] = {}
 
     def __len__(self) -> int:
@@ -87,17 +88,16 @@ class _Heaps:
         row = heapq.heappop(heap)
         if not heap:
             del self._by_owner[owner]
-        self._shares.give(owner, _core_seconds(row[2]))
+        self._shares.give(owner, self._cost(row[2]))
         return row
+
+    def refund(self, row: Row) -> None:
+        self._shares.give(row[2].owner, -self._cost(row[2]))
 
     def back(self, row: Row) -> None:
         """It was not taken after all."""
-        self._shares.give(row[2].owner, -_core_seconds(row[2]))
+        self.refund(row)
         self.push(row)
-
-
-def _core_seconds(unit: Unit) -> float:
-    return max(1, unit.needs.capacity.millicores) / 1000 * (unit.runtime_s or 1.0)
 
 
 @dataclass(slots=True)
@@ -113,6 +113,8 @@ class SiteState:
     done: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     known: dict[Needs, bool] = field(default_factory=dict)  # which needs some pilot meets
+    #: where attempts are within the site, or what they wait for there, in its own words
+    whereabouts: dict[AttemptKey, str] = field(default_factory=dict)
 
     def suits(self, needs: Needs) -> bool:
         """Some pilot could run it; a site of which nothing is known, may."""
@@ -131,12 +133,17 @@ class Pulled:
 
     name = "queue"
 
-    def __init__(self, sites: dict[str, SiteState], now: Callable[[], float]) -> None:
+    def __init__(
+        self, sites: dict[str, SiteState], now: Callable[[], float], estimate: Estimate
+    ) -> None:
         self._sites = sites
         self._now = now
+        self._estimate = estimate
         self._units: dict[AttemptKey, Unit] = {}
         self._shares = Shares()
-        self._heaps: dict[str | None, _Heaps] = defaultdict(lambda: _Heaps(self._shares))
+        self._heaps: dict[str | None, _Heaps] = defaultdict(
+            lambda: _Heaps(self._shares, self._cost)
+        )
         self._order = 0
         self._near = 0  # units whose files are known to be somewhere
 
@@ -174,7 +181,8 @@ class Pulled:
                 row = heap.pop()
                 unit = row[2]
                 if self._units.get(unit.key) is not unit:
-                    continue  # withdrawn
+                    heap.refund(row)  # it was withdrawn
+                    continue
                 if not site.suits(unit.needs):
                     passed.append(row)
                 elif unit.near and any(peer in site.pilots for peer in unit.near):
@@ -199,6 +207,9 @@ class Pulled:
             self._forget(unit)
         return found
 
+    def _cost(self, unit: Unit) -> float:
+        return max(1, unit.needs.capacity.millicores) / 1000 * (self._estimate(unit) or 1.0)
+
     def _forget(self, unit: Unit) -> None:
         del self._units[unit.key]
         self._shares.leaves(unit.owner)
@@ -221,9 +232,10 @@ class Pulled:
             f"{s.name} ({len(s.pilots)} pilots, heard {now - s.heard_at:.0f} s ago)"
             for s in sites[:5]
         )
-        return (
-            f"it is in the queue, {len(self._units)} wait; a site pulls it when it has room: {said}"
-        )
+        owners = self._shares.owners
+        even = f", of {owners} owners who share the slots evenly" if owners > 1 else ""
+        waiting = f"it is in the queue, {len(self._units)} wait{even}"
+        return f"{waiting}; a site pulls it when it has room: {said}"
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
         pass
@@ -243,7 +255,7 @@ class QueueHome(Home):
         self.known_files: OrderedDict[bytes, File] = OrderedDict()  # that works were given
         self.queue_counts: Counter[str] = Counter()
         self._began = False
-        self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time())
+        self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time(), self.estimate)
         self.use(self.pulled)
 
     # ----------------------------------------------------------------- where a home looks at peers
@@ -286,6 +298,14 @@ class QueueHome(Home):
     def called(self, peer: bytes) -> str:
         sites = (site.name for site in self.sites.values() if site_id(site.name) == peer)
         return next((f"site {name}" for name in sites), super().called(peer))
+
+    def waiting_for(self, run: Run, task: TaskState) -> str:
+        attempt = task.attempt(task.number) if task.state == "running" else None
+        for site in self.sites.values() if attempt is not None else ():
+            if attempt is not None and site_id(site.name) == attempt.peer:
+                words = site.whereabouts.get(AttemptKey(run.id, task.id, attempt.number))
+                return f"it is at site {site.name}" + (f": {words}" if words else "")
+        return super().waiting_for(run, task)
 
     def held_too(self, file: File) -> File:
         """Whoever reads it may be at another site, of another cluster, and asks here: what this
@@ -362,6 +382,8 @@ class QueueHome(Home):
             site.pilots = {m.contact.id: m for m in message.pilots}
         for pilot in message.dead:
             site.pilots.pop(pilot, None)
+        if message.whereabouts is not None:
+            site.whereabouts = {k: words for words, keys in message.whereabouts for k in keys}
         kept = await self._ended_at(site, message.outcomes)
         self._lost([(key, reason) for key, reason in message.lost])
         if message.anew:

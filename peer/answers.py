@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
@@ -23,10 +24,9 @@ from protocols.messages import (
     Value,
 )
 from protocols.rpc import Rpc
-from workflow.plan import levels
 
 from . import api, events
-from .home import Home
+from .home import UNACKNOWLEDGED, Home
 from .run import FINAL, STATES, AttemptState, Run, TaskState
 from .work import deadline_at
 
@@ -37,13 +37,14 @@ FILES_PER_PAGE = 5000
 EVENT_WAIT_S_MAX = 15.0
 VALUES_PER_PAGE = 20_000
 VALUES_BYTES_MAX = 2 * 2**20
-OTHERS_MAX = 10_000
 SMALL_VALUES_MAX = 100
 SMALL_VALUES_BYTES_MAX = 16 * 1024
 
 
 #: to another peer: this one is not its home
 MOVED = 421
+#: a majority of its keepers is away: to ask again in a moment is of no use
+STANDS_STILL = 423
 #: its submission broke off before it was acknowledged
 VOID_STATUS = 410
 
@@ -104,9 +105,18 @@ class Answers:
         if not isinstance(found, BaseModel | bytes):
             found = await found
         # the end is told when it counts, and by who may tell it
-        if run.over and question != "events" and not await self._home.stands(run):
-            raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
+        if run.over and question != "events":
+            self._check_kept(run)
+            if not await self._home.stands(run):
+                raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
         return found if isinstance(found, bytes) else found.model_dump_json().encode()
+
+    def _check_kept(self, run: Run) -> None:
+        """What is known here, and does not count while a majority of its keepers is away, is not
+        waited for; and nobody is told of it."""
+        stuck = self.why_stuck(run.id) if self._home.journal.keeping.unkept(run.id) else ""
+        if stuck:
+            raise Problem(503, f"workflow {run.id} stands still: {stuck}", lasting=True)
 
     async def _asked(self, sender: Contact, message: Ask) -> Answer:
         if message.question not in self._questions:
@@ -116,6 +126,8 @@ class Answers:
             body = await self.answer(message.workflow, message.question, arguments, message.owner)
         except Problem as problem:
             detail = json.dumps({"detail": problem.detail}).encode()
+            if problem.lasting:
+                return Answer(status=STANDS_STILL, body=detail)
             gone = problem.status in (404, 503) and not self.knows(message.workflow)
             return Answer(status=MOVED if gone else problem.status, body=detail)
         return Answer(status=200, body=body)
@@ -197,6 +209,7 @@ class Answers:
             home=self._me,
             keepers=_hex(self._home.keepers(run)),
             risk="" if run.over else self._home.risk(run),
+            blocked="" if run.over else self.why_stuck(run.id),
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
             failures=failures,
             values=self._small_values(run),
@@ -239,22 +252,27 @@ class Answers:
 
     def _values(self, run: Run, arguments: dict[str, Any]) -> bytes:
         """Put together as they came: ten thousand values are not read and written again."""
-        names = list(run.tasks)
         start = int(arguments.get("start") or 0)
         rows: list[bytes] = []
+        others: list[str] = []  # those that such a list can't have: each is asked for by itself
         size = 0
-        for name, data in self._final_values(run, names[start:]):
-            if rows and (len(rows) == VALUES_PER_PAGE or size + len(data) > VALUES_BYTES_MAX):
-                return b'{"values":{%s},"next":%d}' % (b",".join(rows), names.index(name))
-            rows.append(b"%s:%s" % (json.dumps(name).encode(), data))
-            size += len(data)
-        others = [
-            name
-            for name, task in run.tasks.items()
-            if name not in run.taken and _is_other(task.won.value if task.won is not None else None)
-        ]
-        listed = json.dumps(others[:OTHERS_MAX]).encode()
-        return b'{"values":{%s},"next":null,"others":%s}' % (b",".join(rows), listed)
+        following: int | None = None
+        for index, name in enumerate(itertools.islice(run.tasks, start, None), start):
+            won = run.tasks[name].won
+            value = won.value if won is not None else None
+            if value is None or name in run.taken:
+                continue
+            count = len(rows) + len(others)
+            if count and (count == VALUES_PER_PAGE or size + len(value.data) > VALUES_BYTES_MAX):
+                following = index
+                break
+            if _is_other(value):
+                others.append(name)
+            else:
+                rows.append(b"%s:%s" % (json.dumps(name).encode(), value.data))
+            size += len(value.data)
+        found = (b",".join(rows), json.dumps(following).encode(), json.dumps(others).encode())
+        return b'{"values":{%s},"next":%s,"others":%s}' % found
 
     def _value(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
         """One, whatever it is: where its bytes are, or the bytes themselves."""
@@ -339,7 +357,7 @@ class Answers:
                 "waiting_for": None if task.state in FINAL else self._home.waiting_for(run, task),
                 "value": value,
                 "value_encoding": encoding,
-                "level": levels(run.workflow)[task.id],
+                "level": run.level_of(task.id),
                 "rank": run.ranks[task.id],
                 "history": [self._attempt(a) for a in task.attempts],
             }
@@ -411,6 +429,9 @@ class Answers:
             if len(rows) == ENTRIES_PER_PAGE:  # all of them silent: go on behind them
                 seq, index = rows[-1][0], 10**9
                 continue
+            if self._home.journal.is_over(run.id):
+                # what was seen last is of another line, which was longer and does not hold
+                return api.EventPage(events=[], over=True)
             try:
                 async with asyncio.timeout_at(deadline):
                     await changed.wait()
@@ -420,6 +441,9 @@ class Answers:
     async def _cancel(self, run: Run, arguments: dict[str, Any]) -> api.WorkflowView:
         if run.over and run.state != "cancelled":
             raise Problem(409, f"workflow {run.id} has {run.state} already")
+        stuck = self.why_stuck(run.id)
+        if stuck:
+            raise Problem(503, f"workflow {run.id} can't be cancelled: {stuck}", lasting=True)
         try:
             await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
         except Deposed:
@@ -452,10 +476,15 @@ class Answers:
         )
 
     async def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
+        """Who asks for it takes the answer for an acknowledgement: only if it counts."""
         await self._home.created(run.id)
+        self._check_kept(run)
+        counts = await self._home.stands(run)
         found = self._home.journal.document(run.id)
-        if found is None:  # it could not be written, or its copy is on its way to another peer
+        if found is None or not counts:  # or its copy is on its way to another peer
             raise Problem(503, f"workflow {run.id} is changing its home; ask again in a moment")
+        if UNACKNOWLEDGED in (run.cancelling, run.reason):
+            raise Problem(VOID_STATUS, f"workflow {run.id} was never accepted: submit it again")
         return _Document(hash=str(found[1].get("document", "")))
 
     def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
@@ -490,9 +519,9 @@ class _Kept(BaseModel):
     file: _Located | None
 
 
-def _is_other(value: Value | None) -> bool:
+def _is_other(value: Value) -> bool:
     """It is not among those that a list of values in JSON can have."""
-    return value is not None and (value.encoding != "json" or value.file is not None)
+    return value.encoding != "json" or value.file is not None
 
 
 def _hex(ids: tuple[bytes, ...]) -> list[str]:

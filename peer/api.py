@@ -81,6 +81,7 @@ class WorkflowView(BaseModel):
     home: str
     keepers: list[str] = []
     risk: str = ""  # what the loss of one machine or site would cost, if anything
+    blocked: str = ""  # why nothing that happens to it counts, while that is so
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
     values: dict[str, Any] = Field(

@@ -48,7 +48,7 @@ from .settings import Settings
 from .storage import Storage
 from .tokens import Tokens
 from .transfer import Transfer
-from .users import Users
+from .users import NoUsers, Users
 
 log = logging.getLogger("valence.peer")
 
@@ -109,8 +109,8 @@ class Daemon:
     async def start(self) -> None:
         settings, config, data = self._settings, self._config, self._data
         adopt_orphans()
-        sandbox = self._sandbox() if self.runs_tasks else None
-        users = self._users() if self.runs_tasks and sandbox is None else None
+        users = self._users() if self.runs_tasks else None
+        sandbox = self._sandbox(users) if self.runs_tasks else None
         self._rng = rng = random.Random(os.urandom(16))
         identity = Identity.load(data)
         self.database = Database(data / "peer.db")
@@ -216,13 +216,13 @@ class Daemon:
             self.members.me.http,
         )
 
-    def _sandbox(self) -> Sandbox | None:
+    def _sandbox(self, users: Users | None) -> Sandbox | None:
         """As set; by default wherever it works, and where it does not that is said."""
         wanted = self._settings.sandbox
         if wanted == "off":
             return None
         try:
-            return Sandbox.find(self._data)
+            return Sandbox.find(self._data, users("") if users is not None else None)
         except NoSandbox as error:
             if wanted != "auto":
                 raise
@@ -238,17 +238,17 @@ class Daemon:
         if os.geteuid() != 0:
             return None
         self._data.chmod(0o711)  # what is in there is closed by itself
-        found = Users.find(self._data)
-        if isinstance(found, Users):
-            return found
-        self._data.chmod(0o700)
-        if not self._settings.root_tasks:
-            raise ValueError(
-                f"tasks would run as root: {found}. Start it as another user, install bubblewrap "
-                "for a sandbox, or allow it with --root-tasks"
-            )
-        log.warning("TASKS RUN AS ROOT, as --root-tasks allows: %s", found)
-        return None
+        try:
+            return Users.find(self._data)
+        except NoUsers as error:
+            self._data.chmod(0o700)
+            if not self._settings.root_tasks:
+                raise ValueError(
+                    f"tasks would run as root: {error}. Start it as another user, use a Python "
+                    "that other users may run, or allow it with --root-tasks"
+                ) from None
+            log.warning("TASKS RUN AS ROOT, as --root-tasks allows: %s", error)
+            return None
 
     def _capacity(self) -> Capacity:
         settings = self._settings

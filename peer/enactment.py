@@ -147,6 +147,7 @@ class Enactment:
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
         self.lines = Lines(self.keeping)
+        self.elections.meet = self.lines.look
         self.archive = Archive(self.keeping, self.elections, self.lines)
         answers = Answers(self.home, rpc, clock)
         locate = Locate(rpc, members, records, self.journal)
@@ -182,6 +183,7 @@ class Enactment:
             ("probe", self.probe.run),
             ("gangs", self.gangs.run),
             ("ganged", self.executor.watch_gangs),
+            ("calls", self.executor.watch_calls),
             ("claims", self.tickets.run),
             ("cells", self.owner.run),
             ("booth", self.booth.run),

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import random
-import re
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,21 +33,17 @@ from workflow.problems import DocumentError
 from workflow.quantities import show_seconds
 
 from . import api
-from .answers import MOVED, VOID_STATUS, Answers, Problem
+from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, Problem
 from .database import DatabaseError
 from .home import Home
 from .locate import VOID_HOME, Locate
-from .work import due_at, read_document
+from .work import due_at, is_much, read_document
 
 log = logging.getLogger("valence.gateway")
 
 MOVING_S_MAX = 12.0
 ASK_TIMEOUT_S = 5.0
 EVENTS_TIMEOUT_S = 25.0  # they are waited for
-#: a document so short is read at once: a thread would take longer to begin; unless it has
-#: something that multiplies, or a word in it may be written in a way that is not seen here
-INLINE_BYTES_MAX = 4096
-_MANY = re.compile(rb"foreach|peers|[&\\]")
 READERS_MAX = 2
 BROKEN_OFF_MAX = 8
 
@@ -131,6 +126,8 @@ class Gateway:
         if answer.status == MOVED:
             self._locate.forget(id, home)
             raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
+        if answer.status == STANDS_STILL:
+            raise Problem(503, json.loads(answer.body)["detail"], lasting=True)
         if answer.status != 200:
             raise Problem(answer.status, json.loads(answer.body)["detail"])
         return answer.body
@@ -152,17 +149,17 @@ class Gateway:
             first = str(error.problems[0])
             detail = first if count == 1 else f"{count} problems; the first is {first}"
             raise Problem(422, detail, errors) from None
-        now = self._home.now()
-        due = due_at(workflow, now)
-        if due is not None and due <= now:
-            late = f"{workflow.deadline} is {show_seconds(now - due)} ago: a deadline is ahead"
-            raise Problem(422, late, [api.FieldProblem(pointer="/deadline", message=late)])
         id = new_id(self._rpc.me.id, self._rng, self.prefix)
         if "idempotency" in options:
             options["document"] = hashlib.sha256(text).hexdigest()
             id, new = await self._named(owner, options)
             if not new:
                 return id, False
+        now = self._home.now()
+        due = due_at(workflow, now)
+        if due is not None and due <= now:
+            late = f"{workflow.deadline} is {show_seconds(now - due)} ago: a deadline is ahead"
+            raise Problem(422, late, [api.FieldProblem(pointer="/deadline", message=late)])
         try:
             run = await self._home.submit(text, workflow, id, options, owner, patient)
         except Refused as error:
@@ -186,7 +183,7 @@ class Gateway:
     async def _read(self, text: bytes, options: dict[str, Any], owner: str) -> Workflow:
         """Away from the loop, unless it is short and can't be much: a few bytes may stand for
         200,000 tasks. One at a time of each owner: others do not wait for who sends many."""
-        if len(text) <= INLINE_BYTES_MAX and not _MANY.search(text):
+        if not is_much(text):
             return read_document(text, options)
         lock = self._reading.setdefault(owner, asyncio.Lock())
         try:

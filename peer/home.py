@@ -63,6 +63,7 @@ from .copies import NEAR_BYTES_MIN, Copies
 from .database import DatabaseError
 from .delivery import Delivery
 from .dispatch import Dispatch
+from .experience import Experience
 from .gang import REASON_MAX, Company, Mending, mend
 from .given import Given
 from .journal import Journal
@@ -74,7 +75,7 @@ from .stage import Stage
 from .storage import Storage
 from .transfer import Transfer
 from .twins import Twins
-from .work import deadline_at, make_work, read_document, wire_needs
+from .work import deadline_at, is_much, make_work, read_document, wire_needs
 
 log = logging.getLogger("valence.home")
 
@@ -88,6 +89,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
 CREATE_S_MAX = 10.0
+UNACKNOWLEDGED = "its submission could not be acknowledged"
 COUNT_S_MAX = 10.0
 RETURN_S = 8.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
@@ -137,7 +139,8 @@ class Home:
         self.still_held_elsewhere: Callable[[StillHeld], Awaitable[Unheld]] | None = None
         self.given = Given(rpc, members, journal.keeping.epoch, self._lost)
         self.twins = Twins(journal.keeping, self._is_mine, self._cancel)
-        self.slow = Slow(self.active, clock, self._begin_beside)
+        self.slow = Slow(self.active, clock, self._speed_of, self._begin_beside)
+        self._experience = Experience()
         self._company = Company(rpc, members)
         self._dispatch = Dispatch(rpc, self.given, journal.kept, self._make_work, self._wanted)
         self._dispatch.on_refused = partial(self._lost, begun=False)
@@ -177,7 +180,9 @@ class Home:
     def estimate(self, unit: Unit) -> float | None:
         """How long a unit will take, from what has been seen so far."""
         run = self._active.get(unit.key.workflow)
-        found = unit.runtime_s if run is None else run.runtime_s(unit.key.task)
+        found = None if run is None else run.observed_s(unit.key.task)
+        if found is None and unit.runtime_s is not None:
+            found = self._experience.corrected(unit.owner, unit.runtime_s)
         return None if found is None else min(RUNTIME_S_MAX, found)
 
     def strategy(self, run: Run) -> Strategy:
@@ -202,25 +207,7 @@ class Home:
         """On disk when this returns; `patient`: its user waits for its end anyway."""
         for needs in {task.needs for task in workflow.tasks.values()}:
             wire_needs(needs)  # what can't be asked for is refused before it is on disk
-        if self.closed:
-            raise Refused("leaving", "this peer is leaving; submit to another one")
-        if len(self._active) >= ACTIVE_MAX:
-            raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
-        mine = [run for run in self._active.values() if run.owner == owner]
-        tasks = sum(len(run.tasks) for run in mine) + len(workflow.tasks)
-        if len(mine) >= OWNER_ACTIVE_MAX or (mine and tasks > OWNER_TASKS_MAX):
-            raise Refused(
-                "overload",
-                f"you have {len(mine)} workflows with {tasks - len(workflow.tasks):,} tasks "
-                "running from here already; wait for some, or submit to another peer",
-            )
-        named = "idempotency" in options  # else the id was drawn a moment ago
-        kept = self.journal.keeping.follows(id) is not None
-        if named and (kept or self.knows(id) or self.journal.is_void(id)):
-            raise sqlite3.IntegrityError(f"workflow {id} is here already")
-        if self.journal.keeping.is_closing(id):
-            left = "what is left of an earlier submission with this key is being put away"
-            raise Refused("busy", f"{left}; submit it again in a moment")
+        self._check_may(id, workflow, owner, "idempotency" in options)
         about = {
             "name": workflow.name,
             "owner": owner,
@@ -229,7 +216,9 @@ class Home:
         }
         # all that can go wrong with it goes wrong before it is written
         make = partial(Run, id, workflow, self._clock(), self._rpc.me.id, owner)
-        run = await self._made(make, len(workflow.tasks))
+        run = await self._made(make, is_much(text))
+        named = "idempotency" in options  # else the id was drawn a moment ago
+        self._check_may(id, workflow, owner, named)  # others may have come meanwhile
         at, written = self.journal.create(id, about, text, patient, named)
         run.submitted_at = at
         run.apply("submitted", {}, at, self.journal.keeping.epoch(id))
@@ -248,7 +237,7 @@ class Home:
         except (TimeoutError, Deposed) as error:
             # some keeper may have it: should it ever count, it is over at once
             if isinstance(error, TimeoutError) and self._active.get(id) is run:
-                self._cancel(run, "its submission could not be acknowledged")
+                self._cancel(run, UNACKNOWLEDGED)
             raise Refused("keepers", f"{KEEPERS_SILENT}; submit it again") from None
         finally:
             self._creating.pop(id, None)
@@ -256,9 +245,32 @@ class Home:
         self.counts["submitted"] += 1
         return run
 
-    async def _made(self, make: Callable[[], T], tasks: int) -> T:
-        """What takes long for a large workflow, away from the loop if it is one."""
-        return make() if tasks <= AT_ONCE_TASKS_MAX else await asyncio.to_thread(make)
+    def _check_may(self, id: str, workflow: Workflow, owner: str, named: bool) -> None:
+        """What can be refused is refused before it is written."""
+        if self.closed:
+            raise Refused("leaving", "this peer is leaving; submit to another one")
+        if len(self._active) >= ACTIVE_MAX:
+            raise Refused("overload", f"{ACTIVE_MAX} workflows are running from here already")
+        mine = [run for run in self._active.values() if run.owner == owner]
+        tasks = sum(len(run.tasks) for run in mine) + len(workflow.tasks)
+        if len(mine) >= OWNER_ACTIVE_MAX or (mine and tasks > OWNER_TASKS_MAX):
+            raise Refused(
+                "overload",
+                f"you have {len(mine)} workflows with {tasks - len(workflow.tasks):,} tasks "
+                "running from here already; wait for some, or submit to another peer",
+            )
+        tasks = sum(len(run.tasks) for run in self._active.values()) + len(workflow.tasks)
+        if self._active and tasks > self.journal.keeping.config.tasks_max:
+            raise Refused("overload", f"{tasks:,} tasks would wait here; submit to another peer")
+        kept = self.journal.keeping.follows(id) is not None
+        if named and (kept or self.knows(id) or self.journal.is_void(id)):
+            raise sqlite3.IntegrityError(f"workflow {id} is here already")
+        if self.journal.keeping.is_closing(id):
+            left = "what is left of an earlier submission with this key is being put away"
+            raise Refused("busy", f"{left}; submit it again in a moment")
+
+    async def _made(self, make: Callable[[], T], much: bool) -> T:
+        return await asyncio.to_thread(make) if much else make()
 
     def _undo(self, run: Run) -> None:
         """It could not be written, and never was."""
@@ -301,15 +313,15 @@ class Home:
         """This peer is its home now: go on as the journal says."""
         if self.closed:
             return  # it leaves, perhaps with all others: who is here then goes on
-        if self.journal.tasks(id) > AT_ONCE_TASKS_MAX:
-            self._spawn(self._take_up_large(id))
-        else:
-            self._take_up(id, self._material(id))
-
-    async def _take_up_large(self, id: str) -> None:
-        epoch = self.journal.keeping.epoch(id)
         material = self._material(id)
-        run = await asyncio.to_thread(_rebuilt, material) if material is not None else None
+        if material is not None and _is_much(material):
+            self._spawn(self._take_up_large(id, material))
+        else:
+            self._take_up(id, material)
+
+    async def _take_up_large(self, id: str, material: _Material) -> None:
+        epoch = self.journal.keeping.epoch(id)
+        run = await asyncio.to_thread(_rebuilt, material)
         if epoch and self.journal.keeping.epoch(id) == epoch:
             self._take_up(id, material, run)
 
@@ -426,7 +438,7 @@ class Home:
             return run
         material = self._material(id)
         if material is not None:
-            run = await self._made(partial(_rebuilt, material), self.journal.tasks(id))
+            run = await self._made(partial(_rebuilt, material), _is_much(material))
         if run is not None and self.remembered(id) is None and self.journal.is_over(id):
             self._remember(run)
         return self.remembered(id) or run
@@ -457,6 +469,8 @@ class Home:
 
     def keepers(self, run: Run) -> tuple[bytes, ...]:
         replica = self.journal.keeping.replicas.get(run.id)
+        if replica is None and not run.keepers:  # it is over, and was not read from its journal
+            run.keepers = self.journal.keepers(run.id)
         return replica.keepers if replica is not None else run.keepers
 
     def risk(self, run: Run) -> str:
@@ -601,7 +615,7 @@ class Home:
             AttemptKey(run.id, task.id, task.number + 1),
             wire_needs(run.needs(task.id)),
             run.ranks[task.id],
-            run.runtime_s(task.id),
+            run.workflow.tasks[task.id].runtime_s,
             deadline,
             avoid,
             self._near(run, run.workflow.tasks[task.id]),
@@ -692,6 +706,11 @@ class Home:
         key = one.unit.key
         if not self._wanted(run, key):
             return None
+        if run.tasks[key.task].missing:
+            # While `started` was on its way to the keepers, a peer died with what this reads: what
+            # its maker makes now does not count yet, and may be another file.
+            self._lost([(key, "what it reads is made again")], begun=False)
+            return None
         try:
             return self._work(run, one)
         except LookupError as error:  # a file it needs was lost this very moment
@@ -745,6 +764,7 @@ class Home:
         unknown: list[AttemptKey] = []
         moved: dict[str, bytes] = {}
         relayed: list[Outcome] = []
+        faulty: set[str] = set()  # none of these is acknowledged: they are told again
         for ended in message.outcomes:
             id = ended.key.workflow
             if is_queued(id):
@@ -766,10 +786,12 @@ class Home:
                 known = [e for e in outcomes if e.key.task in run.tasks]
                 if run.gangs:
                     known = await asyncio.gather(*(self._company.judged(run, e) for e in known))
-                if self._active.get(id) is run:
-                    self._take(run, sender.id, known)
+                if self._active.get(id) is run and not self._taken(run, sender.id, known):
+                    faulty.add(id)
         for strategy in self._strategies.values():
             strategy.vacancy(sender.id, message.free)
+        for id in faulty:
+            del by_run[id]
         counted = await asyncio.gather(*map(self._counts_now, by_run))
         kept = [
             ended.key
@@ -835,13 +857,25 @@ class Home:
             if ended.kind == "failed" and run.workflow.tasks[ended.key.task].gang:
                 self._spawn(self._take_judged(run, ended))
             else:
-                self._take(run, me, [ended])
+                return self._taken(run, me, [ended])
         return run is not None or self.knows(id)
 
     async def _take_judged(self, run: Run, ended: Outcome) -> None:
         judged = await self._company.judged(run, ended)
         if self._active.get(run.id) is run:
-            self._take(run, self._rpc.me.id, [judged])
+            self._taken(run, self._rpc.me.id, [judged])
+
+    def _taken(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> bool:
+        """False: an error in the home. It is this workflow's, and no other has to bear it."""
+        try:
+            self._take(run, peer, outcomes)
+        except Deposed:
+            raise
+        except Exception:
+            self.counts["errors"] += 1
+            log.exception("outcomes of %s can't be taken", run.id)
+            return False
+        return True
 
     def _heard_of(self, peer: bytes, ended: Outcome) -> None:
         """It need not be asked about any more; unless this is of an attempt that has its number by
@@ -918,7 +952,11 @@ class Home:
         if memory or instead:
             body |= {"memory": memory, "instead": instead}
         self._write(run, "finished", body, then=lambda: self._go_on(run, body, wins, rivals))
-        for (_, _, verdict), task in zip(rows, changed, strict=True):
+        for (ended, _, verdict), task in zip(rows, changed, strict=True):
+            said_s = run.workflow.tasks[task.id].runtime_s
+            if said_s is not None and ended.started_at:
+                took_s = (ended.ended_at - ended.started_at) * ended.speed
+                self._experience.observe(run.owner, said_s, max(0.0, took_s))
             self.counts[f"tasks_{verdict}"] += 1
             if verdict == "failed":
                 self._skip_behind(run, task.id)
@@ -1085,7 +1123,8 @@ class Home:
         if run is None or run.over:
             return run
         self._cancel(run, reason)
-        await self.journal.kept(id)
+        if not await self._counts_now(id):
+            raise Deposed(id)  # or its keepers do not answer: it is not said to be cancelled
         return run
 
     def _cancel(self, run: Run, reason: str) -> None:
@@ -1146,6 +1185,13 @@ class Home:
                 continue
             if run.readers(name):
                 lost[maker] = f"{name} was lost with the only peer that held it"
+        for name in run.taken:
+            value = run.value(name) if run.tasks[name].state == WON else None
+            file = value.file if value is not None else None
+            if file is None or peer not in file.holders or self._held_somewhere(file):
+                continue
+            if run.takers(name):
+                lost[name] = "its value was lost with the only peer that held it"
         self._reopen(run, list(lost.items()))
 
     def _reopen(self, run: Run, again: list[tuple[str, str]]) -> None:
@@ -1171,6 +1217,10 @@ class Home:
             ):
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
         self._lost(young, begun=False)
+
+    def _speed_of(self, peer: bytes) -> float:
+        member = self._members.get(peer)
+        return max(1e-3, member.traits.speed) if member is not None else 1.0
 
     def _begin_beside(self, key: AttemptKey, why: str) -> None:
         """A second attempt, with the first left running: the first result wins."""
@@ -1228,6 +1278,11 @@ class Home:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_much(material: _Material) -> bool:
+    _, (text, *_), entries = material
+    return is_much(text) or len(entries) > AT_ONCE_TASKS_MAX
 
 
 def _rebuilt(material: _Material) -> Run | None:

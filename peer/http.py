@@ -7,12 +7,14 @@ whatever raised it; an unexpected one is logged here and told as 500 without its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from aiohttp import http_exceptions, web
@@ -36,6 +38,8 @@ log = logging.getLogger("valence.http")
 
 STREAMS_MAX = 1000
 STREAMS_PER_OWNER_MAX = 100
+#: a document so long is one of few that an owner has in memory at a time
+LONG_BYTES, LONG_AT_ONCE, LONG_WAIT_S = 64 * 1024, 4, 60.0
 EVENT_WAIT_S = 10.0
 WAIT_S_MAX = 10.0
 STALL_S = 60.0  # a body that does not come, an answer that is not read
@@ -101,6 +105,7 @@ class Http:
         self._open_by: Counter[str] = Counter()
         self._streams = 0
         self._streams_by: Counter[str] = Counter()  # by owner
+        self._long: dict[str, tuple[asyncio.Semaphore, int]] = {}  # by owner; how many use it
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
@@ -252,12 +257,38 @@ class Http:
             if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
                 raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
             options["idempotency"] = key
-        async with asyncio.timeout(STALL_S):
-            text = await request.read()
         wait = _wait(request)
-        id, new = await self._gateway.submit(text, options, request[_GRANT].owner, bool(wait))
+        owner = request[_GRANT].owner
+        async with self._long_ones(request, owner):
+            async with asyncio.timeout(STALL_S):
+                text = await request.read()
+            id, new = await self._gateway.submit(text, options, owner, bool(wait))
         view = await self._gateway.ask_raw(_sees(request), id, "workflow", **wait)
         return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{id}"})
+
+    @contextlib.asynccontextmanager
+    async def _long_ones(self, request: web.Request, owner: str) -> AsyncIterator[None]:
+        """Of long documents one owner has a few in memory at a time; the others wait at the other
+        end of their connections."""
+        if (request.content_length or LONG_BYTES) < LONG_BYTES:
+            yield
+            return
+        turns, users = self._long.get(owner, (asyncio.Semaphore(LONG_AT_ONCE), 0))
+        self._long[owner] = turns, users + 1
+        try:
+            try:
+                async with asyncio.timeout(LONG_WAIT_S):
+                    await turns.acquire()
+            except TimeoutError:
+                raise Problem(503, "you are submitting too many long documents at once") from None
+            try:
+                yield
+            finally:
+                turns.release()
+        finally:
+            turns, users = self._long.pop(owner)
+            if users > 1:
+                self._long[owner] = turns, users - 1
 
     async def _workflows(self, request: web.Request) -> web.Response:
         before = request.query.get("before", "")
@@ -284,15 +315,14 @@ class Http:
         """As the call returned it: JSON, or a pickle."""
         task = request.match_info["task"]
         found = await self._gateway.ask(_sees(request), _id(request), "value", task=task)
-        headers = {"X-Valence-Encoding": found["encoding"], "X-Content-Type-Options": "nosniff"}
-        if found["file"] is None:
-            body = bytes.fromhex(found["data"])
-        else:
-            kept = found["file"]
-            file = _file("value", kept["hash"], kept["size"], kept["holders"])
-            body = b"".join([part async for part in self._transfer.read(file, 0, file.size)])
         kind = "application/json" if found["encoding"] == "json" else "application/octet-stream"
-        return web.Response(body=body, content_type=kind, headers=headers)
+        headers = {"X-Valence-Encoding": found["encoding"], "Content-Type": kind}
+        if found["file"] is None:
+            headers["X-Content-Type-Options"] = "nosniff"
+            return web.Response(body=bytes.fromhex(found["data"]), headers=headers)
+        kept = found["file"]
+        file = _file("value", kept["hash"], kept["size"], kept["holders"])
+        return await self._serve(request, file, headers)
 
     async def _tasks(self, request: web.Request) -> web.Response:
         return _json(
@@ -411,15 +441,18 @@ class Http:
         hash = _hash(request)
         known = self._blobs.size(hash)
         hold = _upload_of(request[_GRANT].owner)
-        if hold not in self._blobs.cache.holds(hash):
-            self._blobs.cache.check_upload(hold, known or request.content_length or 0)
+        cache = self._blobs.cache
+        if known is not None and hold not in cache.holds(hash):
+            cache.check_upload(hold, known)
         if known is not None:
             await request.release()
             self._blobs.touch(hash)
             self._blobs.hold(hash, hold)
             self._blob_arrived(hash)
             return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
-        size = await self._blobs.receive(_chunks(request), hash, request.content_length, hold)
+        announced = request.content_length
+        with cache.uploading(hold, announced or 0) as grow:
+            size = await self._blobs.receive(_counted(request, grow), hash, announced, hold)
         await self._transfer.announce(hash)
         self._blob_arrived(hash)
         return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
@@ -444,7 +477,9 @@ class Http:
         name = hash.hex()
         return await self._serve(request, _file(name, name, size, [h.hex() for h in holders]))
 
-    async def _serve(self, request: web.Request, file: File) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.Request, file: File, more: Mapping[str, str] = MappingProxyType({})
+    ) -> web.StreamResponse:
         start, end, status = 0, file.size, 200
         if "Range" in request.headers:
             start, end = _range(request, file.size)
@@ -456,6 +491,7 @@ class Http:
             "ETag": f'"{file.hash.hex()}"',
             "X-Content-Type-Options": "nosniff",
             "Content-Disposition": "attachment",
+            **more,
         }
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
@@ -576,6 +612,14 @@ def _file(name: str, hash: str, size: int, holders: list[str]) -> File:
         size=size,
         holders=tuple(bytes.fromhex(h) for h in holders)[:16],
     )
+
+
+async def _counted(request: web.Request, grow: Callable[[int], None]) -> AsyncIterator[bytes]:
+    count = 0
+    async for chunk in _chunks(request):
+        count += len(chunk)
+        grow(count)
+        yield chunk
 
 
 async def _chunks(request: web.Request) -> AsyncIterator[bytes]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
+import re
 import resource
 import sqlite3
 import sys
 
 import uvloop
+
+from workflow.shown import plain
 
 from . import nursery
 from .daemon import AlreadyRunning, Daemon
@@ -19,16 +23,25 @@ from .database import DatabaseError
 from .settings import Settings, SettingsError, from_arguments
 
 FILES_MAX = 16_384
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
+
+class _Plain(logging.Formatter):
+    """A log ends on terminals, too, and names what users wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
     """Until it is told to leave; the exit code."""
     logging.basicConfig(
         level=logging.ERROR if settings.quiet else logging.INFO,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
         stream=sys.stderr,
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Plain(LOG_FORMAT))
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     os.umask(0o077)
     _allow_many_files()
@@ -38,7 +51,7 @@ def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
     # The database's thread asks for the interpreter between any two statements; while the loop is
     # busy it would wait the default of 5 ms each time.
     sys.setswitchinterval(0.0005)
-    channel, _ = nursery.start()
+    channel, _ = nursery.start(apart=kind.runs_tasks and os.geteuid() == 0)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_live(settings, channel, kind))
@@ -46,10 +59,23 @@ def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
         print(f"valence {kind.what}: {error}", file=sys.stderr)
         return 1
     except (OSError, ValueError, sqlite3.Error, DatabaseError) as error:
-        print(f"valence {kind.what}: it can't start: {error}", file=sys.stderr)
+        print(f"valence {kind.what}: {_why_not(error, settings)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _why_not(error: Exception, settings: Settings) -> str:
+    """Why it did not start, and what to do about it."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        found = re.search(r"(\d+)\)", str(error))
+        port = f"port {found[1]}" if found else "its port"
+        return f"{port} is already in use (choose another with --port or --http-port)"
+    if isinstance(error, sqlite3.Error):
+        return f"it can't use its database in {settings.data}: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"it can't use {error.filename}: {(error.strerror or str(error)).lower()}"
+    return f"it can't start: {error}"
 
 
 def _allow_many_files() -> None:

@@ -55,6 +55,8 @@ from .given import Given
 log = logging.getLogger("valence.relay")
 
 POLL_S = 2.0
+WORDS_S = 2.0  # between two words on where everything is
+WORDS_MAX, WORDS_KEYS_MAX = 200, 2000
 LOOK_S = 30.0
 GAP_S = 0.15  # between two requests: what ends within it shares the next
 MORE_S = 0.5  # before more is asked for, where there is enough to go on with
@@ -111,6 +113,7 @@ class Relay:
         self._cores = 1.0  # that a task takes, of late
         self._pace = 0.0  # tasks that end here in a second, of late
         self._paced_at = 0.0
+        self._said_at = -WORDS_S
         self._wake = asyncio.Event()
         self._tasks = Tasks()
         members.listen(self._member_changed)
@@ -239,9 +242,29 @@ class Relay:
             want=0 if anew else self._want(),
             anew=anew,
             held=held,
+            whereabouts=self._whereabouts(),
         )
         self._told = here
         return message
+
+    def _whereabouts(self) -> tuple[tuple[str, tuple[AttemptKey, ...]], ...] | None:
+        """For those who ask the queue why. Of many, some: what is left out is at the site, too."""
+        if self._now() - self._said_at < WORDS_S:
+            return None
+        self._said_at = self._now()
+        rows: dict[str, list[AttemptKey]] = {}
+        left = WORDS_KEYS_MAX
+        for key in self._works:
+            if left > 0:
+                words = self._pilots.waiting_for(key) or "a pilot has been found for it"
+                rows.setdefault(words[:2000], []).append(key)
+                left -= 1
+        for peer in self.given.peers():
+            keys = self.given.to(peer)[: max(0, left)]
+            left -= len(keys)
+            if keys:
+                rows[f"it was given to peer {peer.hex()[:8]}"] = keys
+        return tuple((words, tuple(keys)) for words, keys in list(rows.items())[:WORDS_MAX])
 
     async def _ask_pilots(self, pilots: list[Member]) -> tuple[AttemptKey, ...]:
         """All attempts that are at the site: with its pilots, and on this master's list."""

@@ -147,6 +147,7 @@ class Run:
             if spec.branch:
                 self.branches[spec.branch] = (*self.branches.get(spec.branch, ()), spec.id)
         self._considered: set[tuple[str, int]] = set()
+        self._all_levels: dict[str, int] | None = None
 
     # ----------------------------------------------------------------- the journal
 
@@ -347,18 +348,25 @@ class Run:
         inputs = self.workflow.tasks[task.id].inputs
         return not self.unstaged or not any(name in self.unstaged for name in inputs)
 
+    def level_of(self, task: str) -> int:
+        if self._all_levels is None:  # of the whole graph: once
+            self._all_levels = self.levels or levels(self.workflow)
+        return self._all_levels[task]
+
     def ready(self) -> list[TaskState]:
         return [t for t in self.tasks.values() if t.state == "waiting" and self.is_ready(t)]
 
     def runtime_s(self, task: str) -> float | None:
         """As observed of its like, else as its document says."""
-        spec = self.workflow.tasks[task]
-        if not self.runtimes:
-            return spec.runtime_s
-        for kind in self._kinds_of(spec):
-            if kind in self.runtimes:
-                return self.runtimes[kind]
-        return spec.runtime_s
+        observed = self.observed_s(task)
+        return self.workflow.tasks[task].runtime_s if observed is None else observed
+
+    def observed_s(self, task: str) -> float | None:
+        if self.runtimes:
+            for kind in self._kinds_of(self.workflow.tasks[task]):
+                if kind in self.runtimes:
+                    return self.runtimes[kind]
+        return None
 
     def _kinds_of(self, spec: Task) -> tuple[str, ...]:
         found = self._kinds.get(spec.template)
@@ -507,6 +515,15 @@ class Run:
         return sum(
             name in tasks[child].inputs and self.tasks[child].state not in FINAL
             for child in children
+        )
+
+    def takers(self, name: str) -> int:
+        """Tasks that take its value, and are not over."""
+        tasks = self.workflow.tasks
+        return sum(
+            self.tasks[child].state not in FINAL
+            and any(name in ref.tasks for ref in tasks[child].references.values())
+            for child in self.children[name]
         )
 
     def unwanted(self, hashes: Iterable[bytes]) -> list[bytes]:

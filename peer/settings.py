@@ -82,7 +82,8 @@ class Settings(BaseModel):
         "auto", description="what tasks run in: bwrap, off, or auto: bwrap where it works"
     )
     local_urls: bool = Field(
-        default=False, description="let workflows deliver to this machine's own addresses"
+        default=False,
+        description="let workflows read from and deliver to this machine's own addresses",
     )
     root_tasks: bool = Field(
         default=False, description="let tasks run as root where they can have no other user"

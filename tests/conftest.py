@@ -19,6 +19,14 @@ from valence.client import Client
 VALENCE = [sys.executable, "-m", "valence"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side: what takes longest begins first, and one process has the shared cluster."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
 class Cluster:
     def __init__(self, home: Path, peers: int, *more: str, **variables: str) -> None:
         self.home = home

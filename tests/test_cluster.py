@@ -8,8 +8,10 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -142,6 +144,38 @@ def test_values_flow_between_calls_small_and_large_json_and_not(cluster) -> None
     values = {name: workflow.task(name)["value"] for name in ("sum", "size", "length")}
     assert values == {"sum": 100, "size": 5, "length": 500_000}
     assert workflow.task("set")["value_encoding"] == "pickle"
+
+
+def test_a_value_that_json_can_not_say_is_had_by_who_asks_and_run_by_nobody_else(
+    own_cluster, tmp_path
+) -> None:
+    """`get` unpickled it: the owner of a workflow ran code where somebody fetched its results."""
+    (tmp_path / "only_there.py").write_text("class Thing: pass\n")
+    cluster = own_cluster(1, PYTHONPATH=str(tmp_path))
+    workflow = submit(
+        cluster,
+        {
+            "mean": {"call": "numpy:mean", "args": [[1, 2, 6]]},
+            "set": {"call": "builtins:frozenset", "args": [[1, 2]]},
+            "thing": {"call": "only_there:Thing"},
+            "long": {"call": "operator:mul", "args": ["x", 100_000]},
+            "file": {"command": "echo mine > value-0.pickle", "outputs": ["value-0.pickle"]},
+        },
+    )
+    assert workflow.wait() == "succeeded"
+    assert workflow.value("mean") == 3.0
+    assert workflow.value("set") == frozenset({1, 2})
+    assert workflow.value("long") == "x" * 100_000
+    assert set(workflow.json_values()[1]) == {"mean", "set", "thing", "long"}
+    del cluster.environment["PYTHONPATH"]  # who reads has no such module, and needs none
+    done = cluster.cli("get", workflow.id, str(tmp_path / "got"))
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "got" / "values.json").read_text())
+    assert values["long"] == "x" * 100_000
+    kept = (tmp_path / "got" / values["thing"]["pickle"]).read_bytes()
+    assert b"only_there" in kept
+    assert kept == workflow.raw_value("thing")[1]
+    assert (tmp_path / "got" / "value-0.pickle").read_bytes() == b"mine\n"
 
 
 def test_inputs_come_as_text_as_made_up_bytes_and_from_a_url(cluster) -> None:
@@ -701,3 +735,32 @@ def test_status_says_what_waits(cluster) -> None:
     workflow = submit(cluster, {"a": {"command": ["true"], "needs": {"memory": "10TiB"}}})
     wait_for(lambda: "no peer of 8" in cluster.cli("status", workflow.id).stdout, 10)
     workflow.cancel()
+
+
+def test_clusters_that_start_at_the_same_moment_take_no_port_from_each_other(tmp_path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
+    homes = [{**environment, "VALENCE_HOME": str(tmp_path / name)} for name in "abcd"]
+    up = [sys.executable, "-m", "valence", "up", "--peers", "2", "--detach"]
+    started = [subprocess.Popen(up, env=home, stdout=subprocess.PIPE) for home in homes]
+    told = [process.communicate(timeout=60)[0] for process in started]
+    for home in homes:
+        subprocess.run([*up[:3], "down"], env=home, check=True, stdout=subprocess.DEVNULL)
+    assert [process.returncode for process in started] == [0] * 4, told
+    assert len({text.split()[-1] for text in (t.splitlines()[0] for t in told)}) == 4, told
+
+
+def test_a_peer_that_can_not_start_says_what_to_do(tmp_path) -> None:
+    keys = {"VALENCE_CLUSTER_KEY": "k" * 20, "VALENCE_TOKEN": "t" * 20}
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")} | keys
+    (tmp_path / "d" / "peer.db").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for data, number, told in (
+            (tmp_path / "c", port, f"port {port} is already in use (choose another with --port"),
+            (tmp_path / "d", "0", f"it can't use its database in {tmp_path / 'd'}: "),
+        ):
+            command = [sys.executable, "-m", "valence", "peer", "--quiet", "--root-tasks"]
+            command += ["--port", number, "--http-port", "0", "--data", str(data)]
+            done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"valence peer: {told}"), done.stderr

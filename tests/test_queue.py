@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from chaos import losses
 from chaos.processes import committed
 from chaos.queues import Queue, work
-from valence.client import Problem, Unreachable
+from valence.client import Client, Problem, Unreachable
 
 from .conftest import Cluster, wait_for
 
@@ -75,6 +77,7 @@ def test_a_workflow_through_the_queue_files_and_all(
     sleeping = client.submit({"name": "s", "tasks": {"x": {"command": "sleep 60"}}})
     wait_for(lambda: sleeping.task("x")["state"] == "running", 20)
     assert sleeping.task("x")["history"][-1]["peer"].startswith("site ")
+    wait_for(lambda: ": it was given to peer " in sleeping.task("x")["waiting_for"], 20)
     sleeping.cancel()
     assert sleeping.wait() == "cancelled"
     wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()), 20)
@@ -105,8 +108,23 @@ def test_the_master_and_the_queue_killed_in_the_middle(
     assert set(each.values()) == {1}
 
 
+@pytest.mark.parametrize("name", ["pinned", "spread"])
+def test_two_clusters_on_one_queue_exchange_files(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes files, one merges them all, the queue is killed in between: nothing runs twice."""
+    monkeypatch.setattr(losses, "PARTS", 20)
+    monkeypatch.setattr(losses, "SITE_PEERS", 2)
+    with tempfile.TemporaryDirectory() as home:
+        state, total, _, began = losses._merge(Path(home), name)
+    assert state == "succeeded"
+    assert total == 20 * losses.PART_BYTES
+    assert set(began.values()) == {1}
+    assert len(began) == 20
+
+
 def test_who_may_ask_and_what_is_no_question(queue: Queue, cluster: Cluster) -> None:
-    queue.start(cluster.token)
+    queue.start(cluster.token, VALENCE_LOCAL_URLS="yes")
     wait_for(lambda: _healthy(queue), 20)
 
     def post(body: bytes, token: str) -> int:
@@ -128,6 +146,19 @@ def test_who_may_ask_and_what_is_no_question(queue: Queue, cluster: Cluster) -> 
     gang = {"name": "g", "tasks": {"a": {"command": "true", "peers": 2}}}
     with pytest.raises(Problem, match="several peers"):
         queue.client().submit(gang)
+    url = f"{queue.url}/v1/blobs/../workflows/{'q' * 17}/files/o"
+    reads = {"name": "r", "tasks": {"a": {"command": "cat o", "inputs": ["o"]}}}
+    spying = Client(queue.url, eve).submit({**reads, "inputs": {"o": {"url": url}}})
+    assert spying.wait() == "failed"
+    assert "401" in spying.view()["reason"], "nobody's token is shown there"
+    ours = {"o": {"url": "queue:/v1/blobs/sha256:" + "0" * 64}}
+    headers = {"Authorization": f"Bearer {eve}", "Content-Type": "application/json"}
+    text = json.dumps({**reads, "inputs": ours}).encode()  # no client would send it
+    request = urllib.request.Request(f"{queue.url}/v1/workflows", text, headers, method="POST")
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(request, timeout=10)
+    with told.value:
+        assert "write http" in json.load(told.value)["detail"]
     lonely = queue.client().submit({"name": "l", "tasks": {"a": {"command": "true"}}})
     assert "no master pilot" in lonely.task("a")["waiting_for"]
 

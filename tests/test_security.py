@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from peer import doors, sandbox, tokens
+from peer.daemon import FAILURES_MAX
 from peer.doors import Doors, Rates
+from peer.http import STREAMS_PER_OWNER_MAX
 from peer.seal import Dropped, Seal
 from valence.client import Client, Problem
 
@@ -44,6 +46,50 @@ def refused(status: int, work: Any, *arguments: Any) -> str:
 
 
 QUICK = {"name": "quick", "tasks": {"a": {"command": ["true"]}}}
+
+
+# --------------------------------------------------------------------------- one owner, another
+
+
+def test_one_owner_can_not_take_all_event_streams(cluster) -> None:
+    greedy, other = (token(cluster, name, "submit") for name in ("greedy", "other"))
+    waiting = {"name": "w", "tasks": {"a": {"command": ["sleep", "60"], "needs": {"cpus": 0.01}}}}
+    mine = {given: client(cluster, given).submit(waiting) for given in (greedy, other)}
+    port = cluster.peers()[0]["http_port"]
+    with contextlib.ExitStack() as held:
+
+        def open_stream(given: str) -> int:
+            stream = held.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            head = f"GET /v1/workflows/{mine[given].id}/events HTTP/1.1\r\nHost: x\r\n"
+            stream.sendall(f"{head}Authorization: Bearer {given}\r\n\r\n".encode())
+            return int(stream.recv(200).split()[1])
+
+        found = Counter(open_stream(greedy) for _ in range(STREAMS_PER_OWNER_MAX + 5))
+        assert found == {200: STREAMS_PER_OWNER_MAX, 429: 5}
+        assert open_stream(other) == 200
+    for workflow in mine.values():
+        workflow.cancel()
+
+
+def test_a_part_that_fails_is_begun_again_and_one_that_can_not_be_kept_ends_the_peer(
+    tmp_path,
+) -> None:
+    """A peer whose gossip always raises, with less patience than by default."""
+    code = """
+import sys, peer.daemon, protocols.liveness
+peer.daemon.RESTART_S_MIN = peer.daemon.RESTART_S_MAX = 0.01
+async def broken(self): raise RuntimeError("a bug")
+protocols.liveness.Liveness.gossip = broken
+from valence.cli import main
+sys.exit(main(["peer", "--data", sys.argv[1], "--http-port", "0", "--port", "0", "--root-tasks"]))
+"""
+    environment = {**os.environ, "VALENCE_CLUSTER_KEY": "k" * 20, "VALENCE_TOKEN": "t" * 20}
+    command = [sys.executable, "-c", code, str(tmp_path / "d")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "RuntimeError: a bug" in done.stderr
+    assert done.stderr.count("gossip ended by an error, and is begun again") == FAILURES_MAX
+    assert "gossip can't be kept running: this peer gives up" in done.stderr
 
 
 # --------------------------------------------------------------------------- tokens
@@ -306,6 +352,9 @@ def test_in_the_sandbox_a_task_has_its_directory_and_nothing_else(own_cluster, t
         "input": "cat in.txt",
         "tmp": f"echo x > {scratch} && cat {scratch} | grep -q x && echo ok",
         "usr": "! touch /usr/x 2>/dev/null && echo ok",
+        "remount": "! mount -o remount,rw /usr 2>/dev/null && ! touch /usr/x 2>/dev/null && echo ok",
+        "nobody": "test $(id -u) -ne 0 && grep -q 'CapEff:.0000000000000000' /proc/self/status "
+        "&& ! unshare -rm mount -o remount,rw,bind /usr 2>/dev/null && echo ok",
         "data": f"! ls {data}/peer.db 2>/dev/null && ! ls {cluster.home}/key 2>/dev/null && echo ok",
         "others": f"! cat {secret} 2>/dev/null && echo ok",
         "processes": "test $(ls /proc | grep -c '^[0-9]') -lt 10 && echo ok",
@@ -348,6 +397,7 @@ def test_a_sandbox_that_can_not_be_had_is_an_error_at_the_start(tmp_path) -> Non
         "VALENCE_CLUSTER_KEY": "k" * 20,
         "VALENCE_TOKEN": "t" * 20,
         "VALENCE_SANDBOX": "bwrap",
+        "VALENCE_ROOT_TASKS": "yes",
     }
     done = subprocess.run(
         [sys.executable, "-m", "valence", "peer", "--data", str(tmp_path / "d")],

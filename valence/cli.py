@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import secrets
 import sys
 import time
@@ -19,13 +18,13 @@ from protocols.config import OVERLAYS
 from workflow.model import STRATEGIES
 from workflow.problems import DocumentError
 from workflow.quantities import show_bytes, show_seconds
+from workflow.shown import plain
 
 from . import local
 from .client import Client, Problem, Unreachable, Workflow
-from .display import Display, Progress, plain
+from .display import Display, Progress
 
 AWAY_S = 2.0
-_JSON_TYPES = (type(None), bool, int, float, str, list, dict)
 
 Command = Callable[[argparse.Namespace, Display], int]
 
@@ -351,7 +350,9 @@ def _show(view: dict[str, Any], display: Display) -> int:
     others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
     also = f", also kept by {' and '.join(others)}" if others else ""
     display.say(f"home: peer {view['home'][:8]}{also}")
-    if view.get("risk"):
+    if view.get("blocked"):
+        display.say(display.colour(f"it stands still: {view['blocked']}", "waiting"))
+    elif view.get("risk"):
         display.say(display.colour(view["risk"], "dim"))
     read = _bytes_read(view)
     if read:
@@ -554,16 +555,18 @@ def _get(options: argparse.Namespace, display: Display) -> int:
         fetched.append({"name": file["name"], "path": str(path), "size": size})
         if not options.json:
             display.say(f"{path} ({show_bytes(size)})")
-    values = workflow.values()
-    if values:
+    values, others = workflow.json_values()
+    if values or others:
         target.mkdir(parents=True, exist_ok=True)
-        # never over a file of the workflow's own
-        path = target / ("values.json" if "values.json" not in names else "valence-values.json")
-        pickled = {name: value for name, value in values.items() if not _is_json(value)}
-        for number, (name, value) in enumerate(pickled.items()):
-            other = target / f"value-{number}.pickle"
-            other.write_bytes(pickle.dumps(value))
-            values[name] = {"pickle": other.name}
+        for number, name in enumerate(others):
+            kind, data = workflow.raw_value(name)
+            if kind == "json":
+                values[name] = json.loads(data)
+            else:  # kept as it is: to look into it is to run what its owner chose
+                other = target / _unused(names, f"value-{number}.pickle")
+                other.write_bytes(data)
+                values[name] = {"pickle": other.name}
+        path = target / _unused(names, "values.json")
         path.write_text(json.dumps(values, indent=2) + "\n")
         fetched.append({"name": path.name, "path": str(path), "size": path.stat().st_size})
         if not options.json:
@@ -576,11 +579,11 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     return 1 if missing or not fetched else 0
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value) and type(value) in _JSON_TYPES
-    except (TypeError, ValueError):
-        return False
+def _unused(names: set[str], name: str) -> str:
+    """Never over a file of the workflow's own."""
+    while name in names:
+        name = f"valence-{name}"
+    return name
 
 
 def _json(display: Display, value: Any) -> int:

@@ -102,7 +102,9 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 reasons.append(f"{url}: {error or type(error).__name__}")
-                self._urls.append(self._urls.pop(0))  # the next call begins with another one
+                with self._lock:
+                    if self._urls[0] == url:  # the next call begins with another one
+                        self._urls = [*self._urls[1:], url]
                 continue
             if response.status >= 400:
                 try:
@@ -273,26 +275,35 @@ class Workflow:
         return self._seen
 
     def values(self) -> dict[str, Any]:
-        """What its calls returned, by task, where no other task takes it."""
+        """What its calls returned, by task, where no other task takes it. See `value`."""
+        found, others = self.json_values()
+        return {**found, **{name: self.value(name) for name in others}}
+
+    def json_values(self) -> tuple[dict[str, Any], list[str]]:
+        """Those that JSON can say, and the tasks whose value is not among them."""
         found: dict[str, Any] = {}
+        others: list[str] = []
         start: int | None = 0
         while start is not None:
             page = self._client.request("GET", f"{self._path}/values?start={start}")
             found.update(page["values"])
+            others += page["others"]
             start = page["next"]
-        for name in page.get("others", ()):
-            found[name] = self.value(name)
-        return found
+        return found, others
 
     def value(self, task: str) -> Any:
-        """What one call returned. What JSON can't say comes as a pickle of the cluster's, and is
-        unpickled here: ask only clusters whose tasks you trust as you trust your own."""
+        """What one call returned. What JSON can't say comes as a pickle, and to unpickle it runs
+        code that its task's owner chose, here: ask only for values of workflows whose owner you
+        trust as yourself; `raw_value` runs nothing."""
+        kind, data = self.raw_value(task)
+        return json.loads(data) if kind == "json" else pickle.loads(data)
+
+    def raw_value(self, task: str) -> tuple[str, bytes]:
+        """What one call returned, as it is kept: "json" or "pickle", and the bytes."""
         path = f"{self._path}/tasks/{quote(task, safe='')}/value"
         connection, response = self._client._open("GET", path)
         with contextlib.closing(connection):
-            data = response.read()
-            kind = response.fields.value("x-valence-encoding")
-        return json.loads(data) if kind == "json" else pickle.loads(data)
+            return response.fields.value("x-valence-encoding") or "json", response.read()
 
     def tasks(self, state: str = "") -> Iterator[dict[str, Any]]:
         after = None

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from workflow.quantities import show_seconds
+from workflow.shown import plain
 
 _COLOURS = {
     "succeeded": "32", "ok": "32", "up": "32", "running": "36", "failed": "31", "dead": "31",
@@ -25,17 +26,9 @@ _COLOURS = {
 }  # fmt: skip
 #: letters of no alphabet, with a number that nobody can guess
 _MARK = f"\ue000{secrets.token_hex(8)}"
-_CONTROLS = {
-    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
-}
 BAR_S = 0.1
 LINE_S = 2.0
 TICK_S = 0.5
-
-
-def plain(text: str) -> str:
-    """With control characters shown, not sent."""
-    return text.translate(_CONTROLS)
 
 
 class Display:
@@ -57,9 +50,14 @@ class Display:
         print(self.rendered(text), file=self.out, flush=True)
 
     def error(self, text: str) -> None:
-        label = "error:"
+        self._aside("error:", "31", text)
+
+    def warn(self, text: str) -> None:
+        self._aside("warning:", "33", text)
+
+    def _aside(self, label: str, code: str, text: str) -> None:
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
-            label = f"\033[31m{label}\033[0m"
+            label = f"\033[{code}m{label}\033[0m"
         print(f"{label} {plain(text)}", file=sys.stderr, flush=True)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -16,7 +16,9 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,25 @@ def up(options: Options, display: Display) -> int:
 
         for path in root.glob("peer-*"):
             remove_tree(path)
+    if os.geteuid() == 0:
+        _warn_of_root(root, display)
     if options.detach:
         return _detach(options, display, lock)
     return _Supervisor(root, options, display, lock).run()
+
+
+def _warn_of_root(root: Path, display: Display) -> None:
+    """Tasks have users of their own where they can; where they can't, whoever starts it is told."""
+    from peer.users import NoUsers, Users
+
+    root.chmod(0o711)  # what is in there is closed by itself
+    try:
+        Users.find(root)
+    except NoUsers as error:
+        root.chmod(0o700)
+        display.warn(f"tasks run as root, as {error}; better start it as another user")
+    finally:
+        (root / "users.json").unlink(missing_ok=True)
 
 
 def _write_pid(lock: Any) -> None:
@@ -143,19 +161,20 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         try:
-            self._prepare()
             # everything a peer needs, once, before the forks
             from peer import main as peer_main
 
             gc.collect()
             gc.freeze()
-            start = time.monotonic()
-            for directory in self._directories():
-                if self._stopping:
-                    break
-                self._fork(directory, peer_main)
-            if not self._wait_until_up(start):
-                return self._end(1)
+            with _one_at_a_time():  # a free port is free until another cluster takes it
+                self._prepare()
+                start = time.monotonic()
+                for directory in self._directories():
+                    if self._stopping:
+                        break
+                    self._fork(directory, peer_main)
+                if not self._wait_until_up(start):
+                    return self._end(1)
             self._watch()
             return self._end(0)
         except OSError as error:
@@ -334,6 +353,29 @@ def _last_line(path: Path) -> str:
         lines = path.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"see {path}"
     return f"see {path}"
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Of this user's local clusters, one starts at a time. Whoever waits too long goes ahead."""
+    path = Path(tempfile.gettempdir()) / f"valence-up-{os.getuid()}.lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    deadline = time.monotonic() + START_S_MAX
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # for the peers too, which have it by the fork
+        os.close(fd)
 
 
 def _free_port(wanted: int = 0) -> int:
