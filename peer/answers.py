@@ -147,8 +147,16 @@ class Answers:
         void = copy is None and self._home.journal.is_void(id)
         kept = replica is not None
         stuck = self.why_stuck(id) if kept and not here else ""
+        keepers = copy.keepers if copy else ()
         return FoundHome(
-            here=here, epoch=epoch, home=home, kept=kept, birth=birth, void=void, stuck=stuck
+            here=here,
+            epoch=epoch,
+            home=home,
+            kept=kept,
+            birth=birth,
+            void=void,
+            stuck=stuck,
+            keepers=keepers,
         )
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:

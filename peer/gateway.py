@@ -15,7 +15,9 @@ from typing import Any
 import msgpack
 from pydantic import ValidationError
 
+from protocols.keeping.election import standstill
 from protocols.keeping.place import new_id
+from protocols.keeping.replica import majority
 from protocols.members import Members, State
 from protocols.messages import (
     Answer,
@@ -36,13 +38,15 @@ from . import api
 from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, Problem
 from .database import DatabaseError
 from .home import Home
-from .locate import VOID_HOME, Locate
+from .locate import SILENT_S, VOID_HOME, Locate
 from .work import due_at, is_much, read_document
 
 log = logging.getLogger("valence.gateway")
 
 MOVING_S_MAX = 12.0
 ASK_TIMEOUT_S = 5.0
+PROMPT_S = 0.5  # an answer that takes longer: are the keepers there?
+LATE_S = 0.25
 EVENTS_TIMEOUT_S = 25.0  # they are waited for
 READERS_MAX = 2
 BROKEN_OFF_MAX = 8
@@ -83,7 +87,7 @@ class Gateway:
         delay_s = 0.1
         while True:
             try:
-                return await self._ask_once(owner, id, question, arguments)
+                return await self._ask_promptly(owner, id, question, arguments)
             except Problem as problem:
                 # (what only a peer's return can mend is told at once)
                 late = asyncio.get_running_loop().time() > deadline
@@ -91,6 +95,27 @@ class Gateway:
                     raise
             await asyncio.sleep(delay_s)
             delay_s = min(1.0, delay_s * 1.5)
+
+    async def _ask_promptly(
+        self, owner: str, id: str, question: str, arguments: dict[str, Any]
+    ) -> bytes:
+        """Hosts that vanish are found gone after seconds. Whoever asks meanwhile is not kept
+        waiting: if a majority of the keepers is silent now, that is the answer."""
+        asked = asyncio.ensure_future(self._ask_once(owner, id, question, arguments))
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was heard
+        loop = asyncio.get_running_loop()
+        try:
+            start = loop.time()
+            await asyncio.wait([asked], timeout=PROMPT_S)
+            if not asked.done() and "wait_s" not in arguments:
+                silent, count = await self._locate.silent(id)
+                late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # am I slow myself?
+                if not asked.done() and not late and count - len(silent) < majority(count):
+                    why = standstill(silent, count, "do not answer")
+                    raise Problem(503, f"workflow {id} stands still: {why}", lasting=True)
+            return await asked
+        finally:
+            asked.cancel()
 
     async def _ask_once(
         self, owner: str, id: str, question: str, arguments: dict[str, Any]

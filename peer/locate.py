@@ -12,7 +12,7 @@ from typing import Any
 
 from protocols.keeping.place import closest
 from protocols.members import Members
-from protocols.messages import FindHome, FoundHome, Member
+from protocols.messages import Contact, FindHome, FoundHome, Member
 from protocols.records import Records, key_of
 from protocols.rpc import CallFailed, Rpc
 
@@ -23,6 +23,7 @@ FAN_OUT = 64
 CLOSEST = 16
 ALL_AGAIN_S = 10.0  # many are not asked twice within this whether anybody has heard of it
 ANSWER_S = 1.5
+SILENT_S = 0.6
 STUCK_REMEMBERED = 1000
 #: the "home" of a workflow whose submission broke off: nobody has more of it
 VOID_HOME = b"void"
@@ -114,14 +115,41 @@ class Locate:
                 best = row if best is None else max(best, row)
         return best[2] if best else b"" if kept else VOID_HOME if void else None
 
-    async def everyone(self, members: list[Member], message: Any, kind: Any) -> list[Any]:
+    async def silent(self, id: str) -> tuple[list[Contact], int]:
+        """Its keepers that do not answer now, though nobody has found them gone yet; and how many
+        keepers it has. Known within `SILENT_S` twice, whoever is away."""
+        replica = self._journal.keeping.replicas.get(id)
+        keepers, answered = (replica.keepers if replica else ()), {self._rpc.me.id}
+        others = {m.contact.id: m for m in self._members.here()}
+        overlay = self._journal.keeping.config.overlay
+        asked = keepers or closest(id, others, CLOSEST, overlay)
+        best = -1
+        for _ in range(2):  # those that are close to its id first, then those they name
+            near = [others[p] for p in asked if p in others and p not in answered]
+            for member, found in await self.everyone(
+                near, FindHome(workflow=id), FoundHome, SILENT_S
+            ):
+                if found is None:
+                    continue
+                answered.add(member.contact.id)
+                if found.keepers and not replica and found.epoch > best:
+                    best, keepers = found.epoch, found.keepers
+            asked = [p for p in keepers if p not in asked]
+            if not asked:
+                break
+        contacts = {p: self._members.contact(p) for p in keepers if p not in answered}
+        return [contacts[p] or Contact(p, "?", 0) for p in contacts], len(keepers)
+
+    async def everyone(
+        self, members: list[Member], message: Any, kind: Any, limit_s: float = ANSWER_S
+    ) -> list[Any]:
         """What each of them answers; None where one does not."""
         slots = asyncio.Semaphore(FAN_OUT)
 
         async def one(member: Member) -> tuple[Member, Any]:
             async with slots:
                 try:
-                    return member, await self._rpc.call(member.contact, message, kind, ANSWER_S)
+                    return member, await self._rpc.call(member.contact, message, kind, limit_s)
                 except CallFailed:
                     return member, None
 

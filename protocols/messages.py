@@ -746,6 +746,7 @@ class FoundHome(Message):
     birth: Natural = 0  # of the journal that this peer goes on with, as its home
     void: bool = False  # a part of its submission, which was never acknowledged
     stuck: Text = ""  # which of its keepers are away, if too many are
+    keepers: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # as a copy here says
 
 
 @numbered(41)

@@ -59,6 +59,19 @@ class _Due:
     tries: int = 0
 
 
+def standstill(away: list[Contact], count: int, how: str) -> str:
+    """In words: which keepers are lacking, and what is needed."""
+    needed = majority(count) - (count - len(away))
+    named = [
+        f"{c.id.hex()[:8]} ({f'{c.host}:{c.port}' if c.port else 'address unknown'})" for c in away
+    ]
+    return (
+        f"{len(away)} of the {count} peers that keep its journal {how}: {', '.join(named)}. "
+        f"It goes on when {needed} of them {'is' if needed == 1 else 'are'} back; nothing that was "
+        f"acknowledged is lost"
+    )
+
+
 class Elections:
     def __init__(self, keeping: Keeping, on_home: Callable[[str], None]) -> None:
         self._keeping = keeping
@@ -129,20 +142,10 @@ class Elections:
         count = len(replica.keepers)
         if count - len(away) >= majority(count):
             return ""
-        needed = majority(count) - (count - len(away))
-        named = [
-            f"{k.hex()[:8]} ({contact.host}:{contact.port})"
-            for k, contact in ((k, members.contact(k)) for k in away)
-            if contact is not None
-        ]
+        contacts = [members.contact(k) or Contact(k, "?", 0) for k in away]
         lost_s = self._keeping.config.majority_lost_s
         forced_then = "" if math.isinf(lost_s) else f"; after {lost_s:g} s it goes on without"
-        return (
-            f"{len(away)} of the {count} peers that keep its journal are away: "
-            f"{', '.join(named) or 'nobody knows their addresses'}. It goes on when "
-            f"{needed} of them {'is' if needed == 1 else 'are'} back; nothing that was "
-            f"acknowledged is lost{forced_then}"
-        )
+        return standstill(contacts, count, "are away") + forced_then
 
     def _turn_s(self, replica: Replica) -> float:
         config, rng = self._keeping.config, self._keeping.rng
