@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peer import tokens
-from peer.shelf import unpack
+from protocols.entries import AttemptsFinished, TasksReopened, read
 from valence.client import Client
 
 VALENCE = [sys.executable, "-m", "valence"]
@@ -123,11 +123,12 @@ def committed(path: Path, workflow: str) -> Counter[str]:
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         sql = "select kind, body from entries where workflow = ? order by seq"
         for kind, body in database.execute(sql, (workflow,)):
-            said = unpack(body)
-            if kind == "finished":
-                found.update(row[0][1] for row, _, v in said["outcomes"] if v == "succeeded")
-            elif kind == "reopened":  # its outputs were lost: once more is right
-                found.subtract(task for task, _ in said["tasks"])
+            said = read(kind, body)
+            if isinstance(said, AttemptsFinished):
+                won = (one for one in said.outcomes if one.verdict == "succeeded")
+                found.update(one.outcome.key.task for one in won)
+            elif isinstance(said, TasksReopened):  # its outputs were lost: once more is right
+                found.subtract(one.task for one in said.tasks)
     return found
 
 

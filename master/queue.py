@@ -27,6 +27,7 @@ from peer.home import Home
 from peer.run import Run, TaskState
 from peer.storage import QUEUE
 from protocols.admission import NO_DEADLINE_S
+from protocols.entries import AttemptsStarted, StartedAttempt
 from protocols.keeping.keeping import Deposed
 from protocols.matching import explain, unmet
 from protocols.messages import (
@@ -448,8 +449,10 @@ class QueueHome(Home):
         works: list[Work] = []
         for id, rows in by_run.items():
             run = self._active[id]
-            attempts = [(r.unit.key.task, r.unit.key.number, contact.id, 0) for r in rows]
-            self._write(run, "started", {"placement": record.to_row(), "attempts": attempts})
+            keys = [one.unit.key for one in rows]
+            attempts = tuple(StartedAttempt(k.task, k.number, contact.id, 0) for k in keys)
+            said = AttemptsStarted(placement=record.to_row(), attempts=attempts)
+            self._write(run, said)
         for id, rows in by_run.items():
             try:
                 await self.journal.kept(id)

@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 from pydantic import BaseModel
 
+from protocols.entries import Ended
 from protocols.keeping.keeping import Deposed
 from protocols.messages import (
     Answer,
@@ -421,21 +422,21 @@ class Answers:
             found: list[dict[str, Any]] = []
             over = False
             rows = self._home.journal.read(run.id, seq - 1, ENTRIES_PER_PAGE)
-            for entry, _, at, kind, body in rows:
-                for event in events.of_entry(entry, at, kind, body):
-                    if entry > seq or int(event["id"].partition(".")[2]) > index:
+            for row in rows:
+                for event in events.of_entry(row.seq, row.at, row.said):
+                    if row.seq > seq or int(event["id"].partition(".")[2]) > index:
                         found.append(event)
                     if len(found) >= EVENTS_PER_PAGE_MAX:
                         break
                 if len(found) >= EVENTS_PER_PAGE_MAX:
                     break
-                over = over or kind == "ended"
+                over = over or isinstance(row.said, Ended)
             if not self._home.knows(run.id):
                 raise Problem(503, f"workflow {run.id} is changing its home; go on in a moment")
             if found or over:
                 return api.EventPage(events=found, over=over)
             if len(rows) == ENTRIES_PER_PAGE:  # all of them silent: go on behind them
-                seq, index = rows[-1][0], 10**9
+                seq, index = rows[-1].seq, 10**9
                 continue
             if self._home.journal.is_over(run.id):
                 # what was seen last is of another line, which was longer and does not hold

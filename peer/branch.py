@@ -8,6 +8,8 @@ Rules, kept by looking at the whole branch whenever one of its tasks has changed
 
 from __future__ import annotations
 
+from protocols.entries import LostAttempt, ReopenedTask
+
 from .gang import Mending, running_of
 from .run import Run
 
@@ -18,11 +20,11 @@ def mend_branch(run: Run, branch: str) -> Mending:
         task, way = run.tasks[name], run.ways[name]
         why = f"its branch {branch} is done in another way"
         if task.state == "succeeded" and task.won_way < way:
-            found.reopened.append((name, why))
+            found.reopened.append(ReopenedTask(name, why))
         elif task.state == "running":
             attempt = task.attempt(task.number)
             if attempt is not None and attempt.way < way:
-                found.lost.append((name, task.number, why, "retrying", False))
+                found.lost.append(LostAttempt(name, task.number, why, "retrying", False))
                 found.running += running_of(run, name)
         elif task.state == "pending" and task.asked_way < way:
             found.unplaced.append(name)

@@ -16,6 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
+from protocols.entries import CopiedFile, StagedFile
 from protocols.members import Members
 from protocols.messages import File
 from protocols.rpc import Rpc
@@ -41,7 +42,7 @@ class Copies:
         transfer: Transfer,
         rng: random.Random,
         keepers: Callable[[Run], tuple[bytes, ...]],
-        on_copied: Callable[[Run, list[tuple[bytes, bytes]]], None],
+        on_copied: Callable[[Run, list[CopiedFile]], None],
     ) -> None:
         self._me = rpc.me.id
         self._members = members
@@ -71,9 +72,7 @@ class Copies:
         for peer, files in wanted.items():
             self._tasks.spawn(self._copy(run, peer, files))
 
-    async def staged(
-        self, run: Run, files: list[Staged]
-    ) -> list[tuple[str, bytes, int, tuple[bytes, ...]]]:
+    async def staged(self, run: Run, files: list[Staged]) -> list[StagedFile]:
         """Who holds each. What can't be made or fetched again has a second holder first."""
         sources = run.workflow.inputs
         unique = [
@@ -87,7 +86,10 @@ class Copies:
         if unique and other:
             copied = await self._transfer.copy_to(other, unique, run.id)
         both = (self._me, other) if other else (self._me,)
-        return [(n, h, s, both if h in copied else (self._me,)) for n, h, s in files]
+        return [
+            StagedFile(name, hash, size, both if hash in copied else (self._me,))
+            for name, hash, size in files
+        ]
 
     async def hand_on(self, peer: bytes, run: Run, files: list[File]) -> list[bytes]:
         """That peer leaves: what nobody else has is copied. Those that are elsewhere then."""
@@ -120,7 +122,7 @@ class Copies:
             held = await self._transfer.copy_to(peer, some, run.id, announced)
             if run.over and not announced:  # it has come to its end meanwhile
                 held = await self._transfer.copy_to(peer, some, run.id, announce=True)
-            rows = [(file.hash, peer) for file in some if file.hash in held]
+            rows = [CopiedFile(file.hash, peer) for file in some if file.hash in held]
             if not rows:
                 break  # it takes none
             found.update(hash for hash, _ in rows)

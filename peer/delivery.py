@@ -12,8 +12,8 @@ import logging
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from protocols.entries import DeliveredFile, FilesDelivered
 from protocols.tasks import Tasks
 
 from .blobs import BlobError, Blobs
@@ -27,7 +27,7 @@ AT_ONCE = 8
 TRIES = 6
 RETRY_S = 0.5
 
-Write = Callable[[Run, str, dict[str, Any]], None]
+Write = Callable[[Run, FilesDelivered], None]
 
 
 class Delivery:
@@ -91,7 +91,7 @@ class Delivery:
     def _over(self, run: Run, name: str, reason: str) -> None:
         run.delivering.pop(name, None)
         with contextlib.suppress(LookupError):
-            self._written(run, "delivered", {"files": [(name, reason[:1000])]})
+            self._written(run, FilesDelivered(files=(DeliveredFile(name, reason[:1000]),)))
 
     async def close(self) -> None:
         await self._tasks.close()

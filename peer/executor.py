@@ -30,6 +30,7 @@ from protocols.admission import Admission
 from protocols.keeping.place import is_queued
 from protocols.members import Members, State
 from protocols.messages import (
+    CHECKED_OUTCOME,
     Abort,
     AskHeld,
     AttemptKey,
@@ -67,7 +68,6 @@ from .blobs import BlobError, Blobs
 from .database import Database, DatabaseError, Statement
 from .processes import NurseryGone, Processes, Reply, Worker
 from .reasons import FENCED
-from .run import read_outcome
 
 log = logging.getLogger("valence.executor")
 
@@ -203,7 +203,8 @@ class Executor:
     def load(self) -> None:
         """Outcomes that an earlier run of this peer did not get rid of."""
         for id, home, body in self._database.read("select id, home, body from outbox"):
-            outcomes = [read_outcome(row) for row in msgpack.unpackb(body, use_list=False)]
+            rows = msgpack.unpackb(body, use_list=False)
+            outcomes = [CHECKED_OUTCOME.validate_python(row) for row in rows]
             row = _Row(id, len(outcomes))
             self._next_row = max(self._next_row, id + 1)
             for ended in outcomes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from protocols.entries import LostAttempt, ReopenedTask, SkippedTask
 from protocols.members import Members
 from protocols.messages import AttemptKey, Inquire, Inquired, Outcome
 from protocols.rpc import CallFailed, Rpc
@@ -30,9 +31,9 @@ REASON_MAX = 2000
 class Mending:
     """What is to be written, and done, so that a gang, or a branch, is of one mind."""
 
-    lost: list[tuple[str, int, str, str, bool]] = field(default_factory=list)
-    reopened: list[tuple[str, str]] = field(default_factory=list)  # their failures still count
-    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    lost: list[LostAttempt] = field(default_factory=list)
+    reopened: list[ReopenedTask] = field(default_factory=list)  # their failures still count
+    skipped: list[SkippedTask] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)  # waiting for peers: they are to wait again
     running: list[tuple[str, int, bytes]] = field(default_factory=list)  # attempts to be ended
 
@@ -46,16 +47,17 @@ def mend(run: Run, gang: tuple[str, ...]) -> Mending:
         why = f"it runs at once with {failed[0]}, which failed"
         for task, state in states.items():
             if state not in FINAL:
-                found.skipped.append((task, "skipped", why))
+                found.skipped.append(SkippedTask(task, "skipped", why))
                 found.running += running_of(run, task)
     elif again and len(again) < len(gang):
         why = f"begins anew with {again[0]}: {run.tasks[again[0]].reason}"
         for task, state in states.items():
             if state == "running":
-                found.lost.append((task, run.tasks[task].number, why, "retrying", False))
+                number = run.tasks[task].number
+                found.lost.append(LostAttempt(task, number, why, "retrying", False))
                 found.running += running_of(run, task)
             elif state == "succeeded":
-                found.reopened.append((task, why))
+                found.reopened.append(ReopenedTask(task, why))
             elif state == "pending":
                 found.unplaced.append(task)
     return found

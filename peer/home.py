@@ -25,6 +25,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from protocols.entries import (
+    VOID,
+    AttemptsFinished,
+    AttemptsLost,
+    AttemptsStarted,
+    CancelAsked,
+    CopiedFile,
+    Ended,
+    FilesCopied,
+    FilesDelivered,
+    FinishedAttempt,
+    InputReason,
+    InputsLost,
+    InputsStaged,
+    Journaled,
+    LostAttempt,
+    ReopenedTask,
+    SkippedTask,
+    StartedAttempt,
+    TasksReopened,
+    TasksSkipped,
+)
 from protocols.keeping.keeping import Deposed
 from protocols.keeping.place import is_queued, risk
 from protocols.keeping.replica import shown
@@ -66,10 +88,9 @@ from .dispatch import Dispatch
 from .experience import Experience
 from .gang import REASON_MAX, Company, Mending, mend
 from .given import Given
-from .journal import Journal
+from .journal import About, Journal, Recorded
 from .reasons import waiting_for
 from .run import FINAL, AttemptState, Run, TaskState
-from .shelf import VOID
 from .slow import Slow
 from .stage import Stage
 from .storage import Storage
@@ -105,7 +126,7 @@ T = TypeVar("T")
 _Material = tuple[
     str,
     tuple[bytes, dict[str, Any], float, str],
-    list[tuple[int, int, float, str, dict[str, Any]]],
+    list[Recorded],
 ]
 
 #: outcomes of a peer, and what becomes of them
@@ -208,20 +229,15 @@ class Home:
         for needs in {task.needs for task in workflow.tasks.values()}:
             wire_needs(needs)  # what can't be asked for is refused before it is on disk
         self._check_may(id, workflow, owner, "idempotency" in options)
-        about = {
-            "name": workflow.name,
-            "owner": owner,
-            "tasks": len(workflow.tasks),
-            "options": json.dumps(options),
-        }
+        about = About(workflow.name, owner, len(workflow.tasks), json.dumps(options))
         # all that can go wrong with it goes wrong before it is written
         make = partial(Run, id, workflow, self._clock(), self._rpc.me.id, owner)
         run = await self._made(make, is_much(text))
         named = "idempotency" in options  # else the id was drawn a moment ago
         self._check_may(id, workflow, owner, named)  # others may have come meanwhile
-        at, written = self.journal.create(id, about, text, patient, named)
+        first, at, written = self.journal.create(id, about, text, patient, named)
         run.submitted_at = at
-        run.apply("submitted", {}, at, self.journal.keeping.epoch(id))
+        run.apply(first, at, self.journal.keeping.epoch(id))
         # While it is being written, peers are found for it. None but this one is told before it
         # counts: should that fail, nobody else has heard of it, and what began here is ended.
         self._active[id] = run
@@ -333,7 +349,7 @@ class Home:
                 return  # it was found out before
             self.counts["submissions_broken_off"] += 1
             reason = "its submission broke off before it was accepted"
-            self.journal.append(id, "ended", {"state": VOID, "reason": reason})
+            self.journal.append(id, Ended(state=VOID, reason=reason))
             return
         run = run or _rebuilt(material)
         if run is None:
@@ -366,12 +382,12 @@ class Home:
     def _stage_again(self, run: Run, names: Iterable[str]) -> bool:
         """Inputs that went with all who held them are brought in anew; True if there are any."""
         gone = [
-            (name, "it was lost with the peers that held it, and is brought in again")
+            InputReason(name, "it was lost with the peers that held it, and is brought in again")
             for name in names
             if name in run.staged and not self._held_somewhere(run.file(name))
         ]
         if gone:
-            self._write(run, "unstaged", {"files": gone})
+            self._write(run, InputsLost(files=tuple(gone)))
             for gang in run.gangs:
                 self._mend(run, gang)
             self._bring_inputs(run)
@@ -408,9 +424,9 @@ class Home:
         self._delivery.begin(run)
         self._conclude(run)
 
-    def _delivered(self, run: Run, kind: str, body: dict[str, Any]) -> None:
+    def _delivered(self, run: Run, said: FilesDelivered) -> None:
         if self._active.get(run.id) is run:
-            self._write(run, kind, body)
+            self._write(run, said)
             self._conclude(run)
 
     async def _publish(self, wait_s: float) -> None:
@@ -500,16 +516,16 @@ class Home:
             rows = await self._copies.staged(run, files)
             if self._active.get(run.id) is not run:
                 break
-            body = {"files": rows, "failed": failed}
-            self._write(run, "staged", body, then=partial(self._staged, run, body))
+            said = InputsStaged(files=tuple(rows), failed=tuple(failed))
+            self._write(run, said, then=partial(self._staged, run, said))
             for name, reason in failed:
                 doomed = [t for t in run.workflow.tasks.values() if name in t.inputs]
                 for task in doomed:
                     self._fail(run, task.id, f"input {name}: {reason}")
             self._conclude(run)
 
-    def _staged(self, run: Run, body: dict[str, Any]) -> None:
-        run.counts_now("staged", body)
+    def _staged(self, run: Run, said: InputsStaged) -> None:
+        run.counts_now(said)
         if self._active.get(run.id) is run:
             self._place_ready(run)
 
@@ -576,14 +592,14 @@ class Home:
     def _do(self, run: Run, found: Mending, counting: bool) -> None:
         """`counting`: what begins anew keeps its number of failures."""
         if found.skipped:
-            self._write(run, "skipped", {"tasks": found.skipped})
+            self._write(run, TasksSkipped(tasks=tuple(found.skipped)))
             for name, _, _ in found.skipped:
                 self._skip_behind(run, name)
         if found.lost:
-            self._write(run, "lost", {"attempts": found.lost})
+            self._write(run, AttemptsLost(attempts=tuple(found.lost)))
         if found.reopened:
-            more = {"gang": True} if counting else {}
-            self._write(run, "reopened", {"tasks": found.reopened, **more})
+            gang = True if counting else None
+            self._write(run, TasksReopened(tasks=tuple(found.reopened), gang=gang))
         for name in found.unplaced:
             run.unplace(run.tasks[name])
         for name, number, peer in found.running:
@@ -675,17 +691,17 @@ class Home:
             self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
         for id, rows in by_run.items():
             run = self._active[id]
-            by_placement: dict[int, tuple[Placement, list[tuple[str, int, bytes, int]]]] = {}
+            by_placement: dict[int, tuple[Placement, list[StartedAttempt]]] = {}
             for one in rows:
                 member = self._members.get(one.peer.id)
                 boot = member.boot if member else 0
                 key = one.unit.key
                 entry = by_placement.setdefault(_identity(one.placement), (one.placement, []))
-                entry[1].append((key.task, key.number, one.peer.id, boot))
+                entry[1].append(StartedAttempt(key.task, key.number, one.peer.id, boot))
             for placement, attempts in by_placement.values():
-                body = {"placement": placement.to_row(), "attempts": attempts}
                 here = all(peer == self._rpc.me.id for _, _, peer, _ in attempts)
-                self._write(run, "started", body, soon=here)
+                said = AttemptsStarted(placement=placement.to_row(), attempts=tuple(attempts))
+                self._write(run, said, soon=here)
             for one in rows:
                 self.given.add(one.peer.id, one.unit.key)
             me = self._rpc.me.id
@@ -940,7 +956,7 @@ class Home:
                 verdict = "failed"
             if verdict == "returned" and ended.cause == NO_ROOM and self._no_room(run, task, peer):
                 verdict = "failed"
-            rows.append((ended, peer, verdict))
+            rows.append(FinishedAttempt(ended, peer, verdict))
             changed.append(task)
         if not rows:
             return
@@ -948,10 +964,10 @@ class Home:
         wins = [
             (task, ended) for (ended, _, v), task in zip(rows, changed, strict=True) if v == WON
         ]
-        body: dict[str, Any] = {"outcomes": rows}
+        said = AttemptsFinished(outcomes=tuple(rows))
         if memory or instead:
-            body |= {"memory": memory, "instead": instead}
-        self._write(run, "finished", body, then=lambda: self._go_on(run, body, wins, rivals))
+            said = AttemptsFinished(outcomes=tuple(rows), memory=memory, instead=tuple(instead))
+        self._write(run, said, then=lambda: self._go_on(run, said, wins, rivals))
         for (ended, _, verdict), task in zip(rows, changed, strict=True):
             said_s = run.workflow.tasks[task.id].runtime_s
             if said_s is not None and ended.started_at:
@@ -978,13 +994,13 @@ class Home:
     def _go_on(
         self,
         run: Run,
-        body: dict[str, Any],
+        said: AttemptsFinished,
         wins: list[tuple[TaskState, Outcome]],
         rivals: set[str],
     ) -> None:
         """Results that count now."""
         level = run.level
-        run.counts_now("finished", body)
+        run.counts_now(said)
         for task, ended in wins:
             if task.id in rivals and task.state == WON:
                 self._drop_others(run, task, ended.key.number)
@@ -1007,9 +1023,9 @@ class Home:
     def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
         self._copies.keep_twice(run, changed)
 
-    def _copied(self, run: Run, rows: list[tuple[bytes, bytes]]) -> None:
+    def _copied(self, run: Run, rows: list[CopiedFile]) -> None:
         if self._active.get(run.id) is run:
-            self._write(run, "copied", {"files": rows})
+            self._write(run, FilesCopied(files=tuple(rows)))
 
     async def _hand_on(self, sender: Contact, message: HandOn) -> HandedOn:
         done = await self.hand_on(sender.id, message.workflow, message.files)
@@ -1054,7 +1070,7 @@ class Home:
 
     def _fail(self, run: Run, task: str, reason: str) -> None:
         if run.tasks[task].state not in FINAL:
-            self._write(run, "skipped", {"tasks": [(task, "failed", reason)]})
+            self._write(run, TasksSkipped(tasks=(SkippedTask(task, "failed", reason),)))
             self._skip_behind(run, task)
             self._mend_those(run, [task])
 
@@ -1062,16 +1078,16 @@ class Home:
         why = f"it depends on {failed}, which failed"
         if run.levels:
             why = f"levels are strict, and {failed}, in one above, failed"
-        doomed = [(t, "skipped", why) for t in run.doomed_by(failed)]
+        doomed = tuple(SkippedTask(t, "skipped", why) for t in run.doomed_by(failed))
         if doomed:
-            self._write(run, "skipped", {"tasks": doomed})
+            self._write(run, TasksSkipped(tasks=doomed))
 
     def _conclude(self, run: Run) -> None:
         found = None if run.over else run.conclusion()
         if found is None:
             return
         state, reason = found
-        self._write(run, "ended", {"state": state, "reason": reason})
+        self._write(run, Ended(state=state, reason=reason))
         for gang in run.gangs:
             self._withdraw_gang(run, gang)
         self._active.pop(run.id, None)
@@ -1106,15 +1122,14 @@ class Home:
     def _write(
         self,
         run: Run,
-        kind: str,
-        body: dict[str, Any],
+        said: Journaled,
         soon: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
         if self._active.get(run.id) is not run:
             raise Deposed(run.id)
-        at = self.journal.append(run.id, kind, body, soon, then)
-        run.apply(kind, body, at, self.journal.keeping.epoch(run.id))
+        at = self.journal.append(run.id, said, soon, then)
+        run.apply(said, at, self.journal.keeping.epoch(run.id))
 
     # ----------------------------------------------------------------- cancelling
 
@@ -1142,7 +1157,7 @@ class Home:
                 self._abort_at(run, peer, keys)
 
         self._withdraw(run, pending)
-        self._write(run, "cancelled", {"reason": reason}, then=end_them)
+        self._write(run, CancelAsked(reason=reason), then=end_them)
         self._conclude(run)
 
     # ----------------------------------------------------------------- doubts
@@ -1196,7 +1211,8 @@ class Home:
 
     def _reopen(self, run: Run, again: list[tuple[str, str]]) -> None:
         if again:
-            self._write(run, "reopened", {"tasks": again})
+            rows = tuple(ReopenedTask(maker, why) for maker, why in again)
+            self._write(run, TasksReopened(tasks=rows))
             self.counts["reopened"] += len(again)
             self._mend_those(run, [m for m, _ in again])
             self._place_ready(run, [run.tasks[m] for m, _ in again])
@@ -1228,7 +1244,7 @@ class Home:
 
     def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
         """Attempts that will not report. Those that never began don't count against the task."""
-        by_run: dict[str, list[tuple[str, int, str, str, bool]]] = defaultdict(list)
+        by_run: dict[str, list[LostAttempt]] = defaultdict(list)
         for key, reason in list(rows):
             run = self._active.get(key.workflow)
             task = run.tasks.get(key.task) if run else None
@@ -1238,18 +1254,19 @@ class Home:
             if task.state in FINAL or task.number != key.number:
                 continue
             verdict = "failed" if begun and task.losses >= LOSSES_MAX else "retrying"
-            by_run[key.workflow].append((key.task, key.number, reason, verdict, begun))
+            row = LostAttempt(key.task, key.number, reason, verdict, begun)
+            by_run[key.workflow].append(row)
         self.given.drop_anywhere(key for key, _ in rows)
         for id, lost in by_run.items():
             run = self._active[id]
-            self._write(run, "lost", {"attempts": lost})
+            self._write(run, AttemptsLost(attempts=tuple(lost)))
             self.counts["attempts_lost"] += len(lost)
             for name, _, _, verdict, _ in lost:
                 if verdict == "failed":
                     self._skip_behind(run, name)
                 else:
                     self._place_later(run, run.tasks[name])
-            self._mend_those(run, [row[0] for row in lost])
+            self._mend_those(run, [row.task for row in lost])
             self._conclude(run)
 
     def waiting_for(self, run: Run, task: TaskState) -> str:
@@ -1293,9 +1310,9 @@ def _rebuilt(material: _Material) -> Run | None:
         log.exception("the document of %s can't be read any more", id)
         return None
     run = Run(id, workflow, submitted_at, b"", owner)
-    for _, epoch, at, kind, body in rows:
-        run.apply(kind, body, at, epoch)
-        run.counts_now(kind, body)
+    for row in rows:
+        run.apply(row.said, row.at, row.epoch)
+        run.counts_now(row.said)
     return run
 
 

@@ -7,19 +7,48 @@ import asyncio
 import json
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgpack
-
+from protocols.entries import (
+    VOID,
+    DocumentPart,
+    Journaled,
+    Submitted,
+    keepers_in,
+    read,
+    read_as,
+)
 from protocols.keeping.keeping import Keeping
-from protocols.keeping.replica import keepers_in
+from protocols.messages import Entry
 from workflow.tree import DOCUMENT_BYTES_MAX
 
 from .database import Statement
-from .shelf import VOID, Disk, Shelf, unpack
+from .shelf import Disk, Shelf
 
 ZIPPED_BYTES_MIN = 4096
 READ_BYTES_MAX = 2**40
+
+
+class Recorded(NamedTuple):
+    """An entry, read."""
+
+    seq: int
+    epoch: int
+    at: float
+    said: Journaled
+
+
+def recorded(entry: Entry) -> Recorded:
+    return Recorded(entry.seq, entry.epoch, entry.at, read(entry.kind, entry.body))
+
+
+class About(NamedTuple):
+    """A submission, as the lists of workflows show it."""
+
+    name: str
+    owner: str
+    tasks: int
+    options: str  # JSON
 
 
 class Journal:
@@ -36,28 +65,36 @@ class Journal:
         return self._shelf.trouble
 
     def create(
-        self, id: str, about: dict[str, Any], document: bytes, patient: bool, named: bool
-    ) -> tuple[float, asyncio.Future[None]]:
-        """A new workflow, whose home this is: the time, and when it is on this disk."""
+        self, id: str, about: About, document: bytes, patient: bool, named: bool
+    ) -> tuple[Submitted, float, asyncio.Future[None]]:
+        """A new workflow, whose home this is: how it begins, the time, and when it is on this
+        disk."""
         zipped = len(document) > ZIPPED_BYTES_MIN
         packed = zlib.compress(document, 1) if zipped else document
         step = self.keeping.config.document_part_bytes
         parts = [packed[i : i + step] for i in range(0, len(packed), step)]
-        first = {**about, "parts": len(parts), "zipped": zipped, "document": parts[0]}
-        bodies = [("submitted", msgpack.packb(first))]
-        bodies += [("document", msgpack.packb({"part": part})) for part in parts[1:]]
-        return self.keeping.found(id, bodies, patient, named)
+        first = Submitted(
+            name=about.name,
+            owner=about.owner,
+            tasks=about.tasks,
+            options=about.options,
+            parts=len(parts),
+            zipped=zipped,
+            document=parts[0],
+        )
+        rest = (DocumentPart(part=part) for part in parts[1:])
+        at, written = self.keeping.found(id, (first, *rest), patient, named)
+        return first, at, written
 
     def append(
         self,
         workflow: str,
-        kind: str,
-        body: dict[str, Any],
+        said: Journaled,
         soon: bool = False,
         then: Callable[[], None] | None = None,
     ) -> float:
         """Returns the entry's time. It counts after the next `kept`; `then` is called when."""
-        return self.keeping.append(workflow, kind, msgpack.packb(body), soon, then)
+        return self.keeping.append(workflow, said, soon, then)
 
     async def kept(self, workflow: str) -> None:
         """All that was appended so far counts; or `Deposed`."""
@@ -74,17 +111,15 @@ class Journal:
 
     # ----------------------------------------------------------------- reading
 
-    def read(
-        self, workflow: str, after: int = -1, limit: int = 1_000_000
-    ) -> list[tuple[int, int, float, str, dict[str, Any]]]:
-        """What counts, of a workflow whose home is here or that has ended: seq, epoch, time, …"""
+    def read(self, workflow: str, after: int = -1, limit: int = 1_000_000) -> list[Recorded]:
+        """What counts, of a workflow whose home is here or that has ended."""
         end = self.keeping.committed(workflow) if self.keeping.is_home(workflow) else 2**62
-        found: list[tuple[int, int, float, str, dict[str, Any]]] = []
+        found: list[Recorded] = []
         while len(found) < limit:
             rows = self._shelf.entries(workflow, after + 1, end, READ_BYTES_MAX)
             if not rows:
                 break
-            found += [(e.seq, e.epoch, e.at, e.kind, unpack(e.body)) for e in rows]
+            found += map(recorded, rows)
             after = rows[-1].seq
         return found[:limit]
 
@@ -93,16 +128,16 @@ class Journal:
         rows = self._shelf.entries(workflow, 1, 2, READ_BYTES_MAX)
         if not rows or rows[0].kind != "submitted":
             return None
-        about = unpack(rows[0].body)
-        packed = about["document"]
-        count = about["parts"] - 1
+        first = read_as(Submitted, rows[0].body)
+        packed = first.document
+        count = first.parts - 1
         rest = self._shelf.entries(workflow, 2, 2 + count, READ_BYTES_MAX) if count else []
         if [entry.kind for entry in rest] != ["document"] * count:
             return None
-        packed += b"".join(unpack(entry.body)["part"] for entry in rest)
-        if about["zipped"]:
+        packed += b"".join(read_as(DocumentPart, entry.body).part for entry in rest)
+        if first.zipped:
             packed = zlib.decompressobj().decompress(packed, DOCUMENT_BYTES_MAX)
-        return packed, json.loads(about["options"]), rows[0].at, about["owner"]
+        return packed, json.loads(first.options), rows[0].at, first.owner
 
     def rows(self, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
         """Workflows of which a copy is here."""

@@ -13,11 +13,30 @@ A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (gi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from protocols.messages import CHECKED_OUTCOME, File, Outcome, Value
+from protocols.entries import (
+    AttemptsFinished,
+    AttemptsLost,
+    AttemptsStarted,
+    CancelAsked,
+    DocumentPart,
+    Ended,
+    FilesCopied,
+    FilesDelivered,
+    HomeElected,
+    HomeForced,
+    InputsLost,
+    InputsStaged,
+    Journaled,
+    KeepersChosen,
+    Submitted,
+    TasksReopened,
+    TasksSkipped,
+)
+from protocols.messages import File, Outcome, Value
 from workflow.model import Needs, Task, Workflow
 from workflow.plan import levels, upward_ranks
 
@@ -76,11 +95,6 @@ class TaskState:
 
     def attempt(self, number: int) -> AttemptState | None:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
-
-
-def read_outcome(row: tuple[Any, ...]) -> Outcome:
-    """As it was written to a disk of ours."""
-    return CHECKED_OUTCOME.validate_python(row)
 
 
 #: programs that say nothing about how long they take
@@ -151,77 +165,75 @@ class Run:
 
     # ----------------------------------------------------------------- the journal
 
-    def apply(self, kind: str, body: dict[str, Any], at: float, epoch: int) -> None:
+    def apply(self, said: Journaled, at: float, epoch: int) -> None:
         self.epoch = epoch
-        getattr(self, "_on_" + kind)(body, at)
+        _APPLY[type(said)](self, said, at)
 
-    def counts_now(self, kind: str, body: dict[str, Any]) -> None:
+    def counts_now(self, said: Journaled) -> None:
         """A majority has this entry: what hangs on it may begin, as no other home undoes it."""
-        if kind == "finished":
-            for row, _, verdict in body["outcomes"]:
+        if isinstance(said, AttemptsFinished):
+            for ended, _, verdict in said.outcomes:
                 if verdict == "succeeded":
-                    for child in self.children[row[0][1]]:
+                    for child in self.children[ended.key.task]:
                         self.tasks[child].missing -= 1
                     if self.levels:
-                        self.left_in[self.levels[row[0][1]]] -= 1
+                        self.left_in[self.levels[ended.key.task]] -= 1
             while self.levels and self.left_in[self.level] <= 0 and self.level in self.left_in:
                 self.level += 1
-        elif kind == "staged":
-            for name, *_ in body["files"]:
-                self.unstaged.pop(name, None)
+        elif isinstance(said, InputsStaged):
+            for file in said.files:
+                self.unstaged.pop(file.name, None)
 
-    def _on_submitted(self, body: dict[str, Any], at: float) -> None:
+    def _submitted(self, said: Submitted, at: float) -> None:
         self.state = "running"
 
-    def _on_document(self, body: dict[str, Any], at: float) -> None:
-        """A part of what this was made from."""
+    def _part_of_the_document(self, said: DocumentPart, at: float) -> None:
+        """This was made from it."""
 
-    def _on_keepers(self, body: dict[str, Any], at: float) -> None:
-        self.keepers = tuple(body["keepers"])
+    def _keepers_chosen(self, said: KeepersChosen | HomeForced, at: float) -> None:
+        self.keepers = said.keepers
         self.home = self.home or self.keepers[0]  # who founds a journal stands first in it
 
-    def _on_home(self, body: dict[str, Any], at: float) -> None:
-        self.home = body["home"]
+    def _home_elected(self, said: HomeElected | HomeForced, at: float) -> None:
+        self.home = said.home
 
-    def _on_forced(self, body: dict[str, Any], at: float) -> None:
-        self._on_keepers(body, at)
-        self._on_home(body, at)
+    def _home_forced(self, said: HomeForced, at: float) -> None:
+        self._keepers_chosen(said, at)
+        self._home_elected(said, at)
 
-    def _on_unstaged(self, body: dict[str, Any], at: float) -> None:
-        """Inputs that are gone with all that held them: they are brought in again."""
-        for name, reason in body["files"]:
+    def _inputs_lost(self, said: InputsLost, at: float) -> None:
+        for name, reason in said.files:
             self.staged.pop(name, None)
             self.unstaged[name] = reason
             for task in self.workflow.tasks.values():
                 if name in task.inputs and self.tasks[task.id].state in ("pending", "retrying"):
                     self._set(self.tasks[task.id], "waiting")
 
-    def _on_staged(self, body: dict[str, Any], at: float) -> None:
-        for name, hash, size, holders in body["files"]:
+    def _inputs_staged(self, said: InputsStaged, at: float) -> None:
+        for name, hash, size, holders in said.files:
             source = self.workflow.inputs.get(name)
             url = source.value if source is not None and source.kind == "url" else ""
-            self.staged[name] = File(name, hash, size, tuple(holders), url)
+            self.staged[name] = File(name, hash, size, holders, url)
             self.missing.discard(hash)
             if url:
                 self.moved["origin"] += size
-        for name, reason in body.get("failed", ()):
+        for name, reason in said.failed:
             self.unstaged.pop(name, None)
             self.stage_failures[name] = reason
 
-    def _on_started(self, body: dict[str, Any], at: float) -> None:
-        for name, number, peer, boot in body["attempts"]:
+    def _attempts_started(self, said: AttemptsStarted, at: float) -> None:
+        for name, number, peer, boot in said.attempts:
             task = self.tasks[name]
             task.number = max(task.number, number)
-            placement, way = body["placement"], self.ways[name]
+            placement, way = said.placement, self.ways[name]
             attempt = AttemptState(number, peer, boot, at, placement, epoch=self.epoch, way=way)
             task.attempts.append(attempt)
             del task.attempts[:-ATTEMPTS_SHOWN_MAX]
             if task.state not in FINAL:
                 self._set(task, "running")
 
-    def _on_finished(self, body: dict[str, Any], at: float) -> None:
-        for row, peer, verdict in body["outcomes"]:
-            ended = row if isinstance(row, Outcome) else read_outcome(row)
+    def _attempts_finished(self, said: AttemptsFinished, at: float) -> None:
+        for ended, peer, verdict in said.outcomes:
             self.consider(ended)
             task = self.tasks[ended.key.task]
             attempt = task.attempt(ended.key.number)
@@ -245,9 +257,9 @@ class Run:
             else:
                 task.failures += 1
                 self._set(task, verdict)
-        self.memory_bytes.update(body.get("memory", ()))
+        self.memory_bytes.update(said.memory or {})
         together: set[str] = set()
-        for name in body.get("instead", ()):
+        for name in said.instead or ():
             spec = self.workflow.tasks[name]
             together.update(self.branches.get(spec.branch) or spec.gang or (name,))
         for one in together:  # once, also if several of them have failed
@@ -255,17 +267,16 @@ class Run:
             self.memory_bytes.pop(one, None)
             self.tasks[one].failures = 0
 
-    def _on_copied(self, body: dict[str, Any], at: float) -> None:
-        """Files that another peer holds, too."""
-        for hash, peer in body["files"]:
+    def _files_copied(self, said: FilesCopied, at: float) -> None:
+        for hash, peer in said.files:
             before = self.copies.get(hash, ())
             self.copies[hash] = (*(p for p in before if p != peer), peer)[-COPIES_KNOWN_MAX:]
 
-    def _on_delivered(self, body: dict[str, Any], at: float) -> None:
-        self.delivered.update(body["files"])
+    def _files_delivered(self, said: FilesDelivered, at: float) -> None:
+        self.delivered.update(said.files)
 
-    def _on_lost(self, body: dict[str, Any], at: float) -> None:
-        for name, number, reason, verdict, begun in body["attempts"]:
+    def _attempts_lost(self, said: AttemptsLost, at: float) -> None:
+        for name, number, reason, verdict, begun in said.attempts:
             task = self.tasks[name]
             attempt = task.attempt(number)
             if attempt is not None:
@@ -277,19 +288,16 @@ class Run:
             task.reason = reason
             self._set(task, verdict)
 
-    def _on_skipped(self, body: dict[str, Any], at: float) -> None:
-        for name, state, reason in body["tasks"]:
+    def _tasks_skipped(self, said: TasksSkipped, at: float) -> None:
+        for name, state, reason in said.tasks:
             self.tasks[name].reason = reason
             self._set(self.tasks[name], state)
 
-    def _on_reopened(self, body: dict[str, Any], at: float) -> None:
-        """Its outputs are gone with their last holder, and are needed: it runs again."""
-        for name, reason in body["tasks"]:
+    def _tasks_reopened(self, said: TasksReopened, at: float) -> None:
+        for name, reason in said.tasks:
             task = self.tasks[name]
             task.won, task.holder, task.reason = None, b"", reason
-            if not body.get(
-                "gang"
-            ):  # else another of its gang has failed, and `retries` bound both
+            if not said.gang:  # else another of its gang has failed, and `retries` bound both
                 task.failures = 0
             self._set(task, "waiting")
             if self.levels:
@@ -300,15 +308,15 @@ class Run:
                 if self.tasks[child].state in ("pending", "retrying"):
                     self._set(self.tasks[child], "waiting")
 
-    def _on_cancelled(self, body: dict[str, Any], at: float) -> None:
-        self.cancelling = body["reason"]
+    def _cancel_asked(self, said: CancelAsked, at: float) -> None:
+        self.cancelling = said.reason
         for task in self.tasks.values():
             if task.state not in FINAL:
-                task.reason = body["reason"]
+                task.reason = said.reason
                 self._set(task, "cancelled")
 
-    def _on_ended(self, body: dict[str, Any], at: float) -> None:
-        self.state, self.reason, self.ended_at = body["state"], body["reason"], at
+    def _ended(self, said: Ended, at: float) -> None:
+        self.state, self.reason, self.ended_at = said.state, said.reason, at
 
     def _set(self, task: TaskState, state: str) -> None:
         if task.state == "succeeded" and state != "waiting":
@@ -564,3 +572,23 @@ class Run:
             file = self._where(value.file._replace(holders=(task.holder,)))
             return value._replace(file=file)
         return value
+
+
+_APPLY: dict[type[Journaled], Callable[[Run, Any, float], None]] = {
+    KeepersChosen: Run._keepers_chosen,
+    HomeElected: Run._home_elected,
+    HomeForced: Run._home_forced,
+    Submitted: Run._submitted,
+    DocumentPart: Run._part_of_the_document,
+    InputsStaged: Run._inputs_staged,
+    InputsLost: Run._inputs_lost,
+    FilesCopied: Run._files_copied,
+    FilesDelivered: Run._files_delivered,
+    AttemptsStarted: Run._attempts_started,
+    AttemptsFinished: Run._attempts_finished,
+    AttemptsLost: Run._attempts_lost,
+    TasksSkipped: Run._tasks_skipped,
+    TasksReopened: Run._tasks_reopened,
+    CancelAsked: Run._cancel_asked,
+    Ended: Run._ended,
+}

@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgpack
-
-from protocols.keeping.replica import CONFIGS, Replica, first_of, forced, keepers_in
+from protocols.entries import VOID, Ended, Submitted, keepers_in, read_as
+from protocols.keeping.replica import CONFIGS, Replica, first_of, forced
 from protocols.keeping.shelf import Write
 from protocols.messages import Entry
 
@@ -24,8 +23,6 @@ log = logging.getLogger("valence.journal")
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0
 SOON_S = 0.02
-#: the state of a journal that has only a part of its submission, and was never acknowledged
-VOID = "void"
 
 
 class Disk(Protocol):
@@ -164,8 +161,8 @@ class Shelf:
             sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
             found.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
-                said = unpack(body)
-                name, owner, tasks = said["name"], said["owner"], said["tasks"]
+                said = read_as(Submitted, body)
+                name, owner, tasks = said.name, said.owner, said.tasks
                 found.append(_row(workflow, name, owner, "running", at, tasks, keepers))
             elif kind in CONFIGS:
                 keepers = body
@@ -173,7 +170,7 @@ class Shelf:
                     sql = "update workflows set keepers = ? where id = ?"
                     found.append((sql, (body, workflow)))
             elif kind == "ended":
-                state = unpack(body)["state"]
+                state = read_as(Ended, body).state
                 self._ends[workflow] = state, at
                 if state == VOID:
                     found.append(_row(workflow, "", "", VOID, at, 0, keepers))
@@ -188,7 +185,7 @@ class Shelf:
     def _end(self, workflow: str) -> tuple[str, float]:
         sql = "select body, at from entries where workflow = ? and kind = 'ended'"
         body, at = self._database.read(sql, (workflow,))[-1]
-        return unpack(body)["state"], at
+        return read_as(Ended, body).state, at
 
     # ----------------------------------------------------------------- reading
 
@@ -295,8 +292,3 @@ def _row(
         "entries where workflow = ? and kind in ('keepers', 'forced') order by seq desc limit 1))"
     )
     return sql, (id, name, owner, state, at, tasks, id)
-
-
-def unpack(body: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = msgpack.unpackb(body, use_list=False, strict_map_key=False)
-    return found

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
+from protocols.entries import InputReason
 from protocols.messages import File
 from workflow.model import Source
 from workflow.quantities import show_bytes
@@ -23,7 +24,6 @@ URL_TRIES = 4
 LOOK_AGAIN_S_MIN, LOOK_AGAIN_S_MAX = 0.5, 10.0
 
 Staged = tuple[str, bytes, int]
-Failed = tuple[str, str]
 
 
 class Stage:
@@ -43,7 +43,7 @@ class Stage:
         self._rng = rng
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    async def bring(self) -> AsyncIterator[tuple[list[Staged], list[Failed]]]:
+    async def bring(self) -> AsyncIterator[tuple[list[Staged], list[InputReason]]]:
         """Inputs as they come, several at a time."""
         tasks = [
             asyncio.ensure_future(self._one(name, self._run.workflow.inputs[name]))
@@ -61,7 +61,7 @@ class Stage:
                     part = results[start : start + BATCH]
                     yield (
                         [(n, h, s) for n, h, s, why in part if not why],
-                        [(n, why) for n, _, _, why in part if why],
+                        [InputReason(n, why) for n, _, _, why in part if why],
                     )
         finally:
             for task in waiting:

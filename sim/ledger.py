@@ -14,7 +14,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from master.queue import site_id
-from peer.shelf import VOID, unpack
+from protocols.entries import (
+    VOID,
+    AttemptsFinished,
+    AttemptsLost,
+    AttemptsStarted,
+    CancelAsked,
+    Ended,
+    HomeElected,
+    InputsStaged,
+    KeepersChosen,
+    StartedAttempt,
+    Submitted,
+    TasksReopened,
+    TasksSkipped,
+    read,
+)
 from protocols.keeping.place import is_queued
 from protocols.keeping.replica import TAG_BITS, forced, shown
 from protocols.messages import AttemptKey, Entry, Outcome, Work
@@ -36,11 +51,11 @@ def layer_of(task: str) -> int:
     return int(task[1:].partition(".")[0])
 
 
-def _strict_layers(body: dict[str, Any]) -> Counter[int]:
+def _strict_layers(said: Submitted) -> Counter[int]:
     """Of a workflow whose levels are strict: the tasks of each; else nothing."""
     found: Counter[int] = Counter()
-    if body["parts"] == 1:
-        text = zlib.decompress(body["document"]) if body["zipped"] else body["document"]
+    if said.parts == 1:
+        text = zlib.decompress(said.document) if said.zipped else said.document
         document = json.loads(text)
         if document.get("levels") == "strict":
             for name, task in document["tasks"].items():
@@ -158,46 +173,48 @@ class Ledger:
         return [found[seq] for seq in range(start, end)]
 
     def _read(self, workflow: str, story: _Story, entry: Entry) -> None:
-        body: dict[str, Any] = unpack(entry.body)
         if story.ended and entry.kind not in ("home", "keepers", "forced"):
             raise Violation(f"{workflow}: {entry.kind} after its end")
-        if entry.kind == "finished":
-            for row, peer, verdict in body["outcomes"]:
-                if verdict == "succeeded":
-                    self._won(workflow, story, Outcome(*row), peer)
-                elif verdict == "failed":
-                    story.given_up.add(row[0][1])
-        elif entry.kind == "lost":
-            story.given_up.update(row[0] for row in body["attempts"] if row[3] == "failed")
-            story.given_back.update((row[0], row[1]) for row in body["attempts"])
-        elif entry.kind == "skipped":
-            story.given_up.update(task for task, _, _ in body["tasks"])
-        elif entry.kind == "cancelled":
-            story.cancelled = True
-        elif entry.kind == "reopened":
-            for task, _ in body["tasks"]:
-                story.won.discard(task)
-                story.winners.pop(task, None)
-                story.commits[task] -= 1
-                self.counts["reopened"] += 1
-        elif entry.kind == "started":
-            for task, number, peer, _ in body["attempts"]:
-                story.started.add((task, number, peer, entry.epoch))
-            self._begun(workflow, story, entry.seq, body["attempts"])
-        elif entry.kind == "submitted":
-            story.layers = _strict_layers(body)
-        elif entry.kind == "staged":
-            story.staged.update(row[1] for row in body["files"])
-        elif entry.kind == "ended":
-            story.ended, story.ended_at = body["state"], entry.at
-            if story.ended == "succeeded":
-                self._check_gangs(workflow, story)
-        elif entry.kind == "home":
-            self.counts["homes"] += 1
-        elif entry.kind == "keepers":
-            self.counts["keeper_sets"] += 1
+        match read(entry.kind, entry.body):
+            case AttemptsFinished(outcomes=outcomes):
+                for ended, peer, verdict in outcomes:
+                    if verdict == "succeeded":
+                        self._won(workflow, story, ended, peer)
+                    elif verdict == "failed":
+                        story.given_up.add(ended.key.task)
+            case AttemptsLost(attempts=lost):
+                story.given_up.update(one.task for one in lost if one.verdict == "failed")
+                story.given_back.update((one.task, one.number) for one in lost)
+            case TasksSkipped(tasks=skipped):
+                story.given_up.update(one.task for one in skipped)
+            case CancelAsked():
+                story.cancelled = True
+            case TasksReopened(tasks=reopened):
+                for task, _ in reopened:
+                    story.won.discard(task)
+                    story.winners.pop(task, None)
+                    story.commits[task] -= 1
+                    self.counts["reopened"] += 1
+            case AttemptsStarted(attempts=started):
+                for one in started:
+                    story.started.add((one.task, one.number, one.peer, entry.epoch))
+                self._begun(workflow, story, entry.seq, started)
+            case Submitted() as said:
+                story.layers = _strict_layers(said)
+            case InputsStaged(files=files):
+                story.staged.update(file.hash for file in files)
+            case Ended(state=state):
+                story.ended, story.ended_at = state, entry.at
+                if story.ended == "succeeded":
+                    self._check_gangs(workflow, story)
+            case HomeElected():
+                self.counts["homes"] += 1
+            case KeepersChosen():
+                self.counts["keeper_sets"] += 1
 
-    def _begun(self, workflow: str, story: _Story, seq: int, attempts: list[Any]) -> None:
+    def _begun(
+        self, workflow: str, story: _Story, seq: int, attempts: tuple[StartedAttempt, ...]
+    ) -> None:
         """Of a gang all begin in one entry, each at a peer of its own."""
         gangs: dict[str, list[bytes]] = defaultdict(list)
         for task, number, peer, _ in attempts:
@@ -220,8 +237,7 @@ class Ledger:
                 raise Violation(f"{workflow}: {gang}…] has results that did not run together")
 
     def _won(self, workflow: str, story: _Story, ended: Outcome, peer: bytes) -> None:
-        key = AttemptKey(*ended.key)
-        task = key.task
+        key, task = ended.key, ended.key.task
         if (task, key.number, peer, ended.epoch) not in story.started:
             raise Violation(f"{key}: a result counts that nobody was asked for")
         story.commits[task] += 1
@@ -231,7 +247,7 @@ class Ledger:
         story.won.add(task)
         story.winners[task] = key.number
         story.ever_won.add(task)
-        story.made.update((file[0], file[1]) for file in ended.outputs)
+        story.made.update((file.name, file.hash) for file in ended.outputs)
 
     def begins(self, host: Host, work: Work) -> None:
         """An attempt has its inputs and begins to run."""

@@ -25,6 +25,7 @@ from peer.journal import Journal
 from peer.run import FINAL, Run
 from peer.shelf import Shelf
 from protocols.admission import Admission
+from protocols.entries import InputsStaged
 from protocols.keeping.archive import Archive
 from protocols.keeping.election import Elections
 from protocols.keeping.keeping import Keeping
@@ -242,9 +243,9 @@ def outcomes_are_acknowledged_early() -> list[Patch]:
 def results_are_used_before_they_count() -> list[Patch]:
     apply = Run.apply
 
-    def hasty(self: Any, kind: str, body: Any, at: float, epoch: int) -> None:
-        apply(self, kind, body, at, epoch)
-        counts_now(self, kind, body)
+    def hasty(self: Any, said: Any, at: float, epoch: int) -> None:
+        apply(self, said, at, epoch)
+        counts_now(self, said)
 
     counts_now = Run.counts_now
     take = Home._take
@@ -469,10 +470,13 @@ def ends_are_told_before_they_count() -> list[Patch]:
 
 @mutant
 def a_workflow_goes_on_after_its_end() -> list[Patch]:
-    def forgetful(self: Any, body: Any, at: float) -> None:
-        self.state = body["state"]
+    apply = Run.apply
 
-    return [(Run, "_on_ended", forgetful)]
+    def forgetful(self: Any, said: Any, at: float, epoch: int) -> None:
+        apply(self, said, at, epoch)
+        self.ended_at = None
+
+    return [(Run, "apply", forgetful)]
 
 
 @mutant
@@ -529,10 +533,10 @@ def a_home_counts_what_it_does_not_have() -> list[Patch]:
 def inputs_are_used_before_they_count() -> list[Patch]:
     write = Home._write
 
-    def hasty(self: Any, run: Any, kind: str, body: Any, *more: Any, **others: Any) -> None:
-        write(self, run, kind, body, *more, **others)
-        if kind == "staged":
-            run.counts_now(kind, body)
+    def hasty(self: Any, run: Any, said: Any, *more: Any, **others: Any) -> None:
+        write(self, run, said, *more, **others)
+        if isinstance(said, InputsStaged):
+            run.counts_now(said)
 
     return [(Home, "_write", hasty)]
 

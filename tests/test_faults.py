@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.journal import unpack
+from protocols.entries import AttemptsFinished, TasksReopened, read
 from tests.conftest import VALENCE, wait_for
 from tests.test_cluster import raw, submit
 from valence.client import Client, Problem
@@ -48,11 +48,12 @@ def committed(data: str, workflow: str) -> Counter[str]:
     database.close()
     found: Counter[str] = Counter()
     for kind, body in rows:
-        if kind == "finished":
-            for outcome, _, verdict in unpack(body)["outcomes"]:
-                found[outcome[0][1]] += verdict == "succeeded"
-        elif kind == "reopened":
-            found.subtract(task for task, _ in unpack(body)["tasks"])
+        said = read(kind, body)
+        if isinstance(said, AttemptsFinished):
+            for outcome, _, verdict in said.outcomes:
+                found[outcome.key.task] += verdict == "succeeded"
+        elif isinstance(said, TasksReopened):
+            found.subtract(one.task for one in said.tasks)
     return found
 
 

@@ -17,6 +17,13 @@ from peer.gang import mend
 from peer.run import Run
 from protocols.admission import Admission
 from protocols.config import LAN
+from protocols.entries import (
+    AttemptsLost,
+    AttemptsStarted,
+    StartedAttempt,
+    TasksReopened,
+    TasksSkipped,
+)
 from protocols.messages import Capacity, GangTag, Needs, Room, Traits
 from sim.host import Host
 from sim.loop import run
@@ -215,8 +222,8 @@ def states(*found: str) -> tuple[Run, tuple[str, ...]]:
     workflow = document.parse(f"name: g\ntasks:\n  t: {{peers: {len(found)}, command: 'true'}}\n")
     whole = Run("w", workflow, 0.0, b"home")
     gang = tuple(workflow.tasks)
-    begun = [(task, 1, bytes([rank]) * 20, 1) for rank, task in enumerate(gang)]
-    whole.apply("started", {"attempts": begun, "placement": {}}, 0.0, 1)
+    begun = (StartedAttempt(task, 1, bytes([rank]) * 20, 1) for rank, task in enumerate(gang))
+    whole.apply(AttemptsStarted(attempts=tuple(begun), placement={}), 0.0, 1)
     for task, state in zip(gang, found, strict=True):
         whole._set(whole.tasks[task], state)
     return whole, gang
@@ -226,7 +233,8 @@ def test_ranks_that_fail_in_turns_use_up_their_retries() -> None:
     whole, gang = states("succeeded", "retrying")
     for task in gang:
         whole.tasks[task].failures = 1
-    whole.apply("reopened", {"tasks": mend(whole, gang).reopened, "gang": True}, 1.0, 1)
+    reopened = tuple(mend(whole, gang).reopened)
+    whole.apply(TasksReopened(tasks=reopened, gang=True), 1.0, 1)
     assert [whole.tasks[task].failures for task in gang] == [1, 1]
 
 
@@ -249,12 +257,9 @@ def test_a_gang_is_of_one_mind(
     whole, gang = states(*before)
     found = mend(whole, gang)
     assert (len(found.lost), len(found.reopened), len(found.skipped)) == (lost, reopened, skipped)
-    for kind, rows in (("lost", found.lost), ("reopened", found.reopened)):
-        if rows:
-            key = "attempts" if kind == "lost" else "tasks"
-            whole.apply(kind, {key: rows}, 1.0, 1)
-    if found.skipped:
-        whole.apply("skipped", {"tasks": found.skipped}, 1.0, 1)
+    whole.apply(AttemptsLost(attempts=tuple(found.lost)), 1.0, 1)
+    whole.apply(TasksReopened(tasks=tuple(found.reopened)), 1.0, 1)
+    whole.apply(TasksSkipped(tasks=tuple(found.skipped)), 1.0, 1)
     assert mend(whole, gang).lost == mend(whole, gang).reopened == [], "once is enough"
 
 

@@ -9,6 +9,8 @@ import yaml
 
 from peer.run import Run
 from peer.work import read_document
+from protocols.entries import AttemptsFinished, FinishedAttempt, ReopenedTask, TasksReopened
+from protocols.messages import AttemptKey, Outcome
 from tests.conftest import Cluster
 from workflow.problems import DocumentError
 
@@ -27,8 +29,9 @@ def run_of(text: str) -> Run:
 
 
 def won(run: Run, *names: str) -> None:
-    rows = [((("w1", name, 1),), b"peer", "succeeded") for name in names]
-    run.counts_now("finished", {"outcomes": rows})
+    ended = (Outcome(AttemptKey("w1", name, 1), "ok") for name in names)
+    rows = tuple(FinishedAttempt(one, b"peer", "succeeded") for one in ended)
+    run.counts_now(AttemptsFinished(outcomes=rows))
 
 
 def test_a_task_waits_for_the_whole_level_above_it() -> None:
@@ -49,7 +52,7 @@ def test_without_it_a_task_goes_as_soon_as_what_it_takes_is_there() -> None:
 def test_a_result_that_is_gone_closes_its_level_again() -> None:
     run = run_of(TWO_LEVELS)
     won(run, "quick", "slow")
-    run.apply("reopened", {"tasks": [("slow", "its holder is gone")]}, 1.0, 1)
+    run.apply(TasksReopened(tasks=(ReopenedTask("slow", "its holder is gone"),)), 1.0, 1)
     assert not run.is_ready(run.tasks["next"])
     won(run, "slow")
     assert run.is_ready(run.tasks["next"])

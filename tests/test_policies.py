@@ -15,6 +15,14 @@ from peer.policies import SHIPPED, Again, Policies, read_policy
 from peer.run import Run
 from peer.work import read_document
 from protocols.chemistry.notation import ChemistryError
+from protocols.entries import (
+    AttemptsFinished,
+    AttemptsLost,
+    AttemptsStarted,
+    FinishedAttempt,
+    StartedAttempt,
+    TasksReopened,
+)
 from protocols.messages import AttemptKey, Outcome
 from tests.conftest import Cluster
 from workflow.problems import DocumentError
@@ -87,15 +95,15 @@ def test_what_was_decided_stands_in_the_journal_and_a_new_home_goes_on_from_it()
     runs = [Run("w", read_document(text, {}), 0.0, b"h") for _ in range(2)]
     for number in (1, 2):
         ended = Outcome(AttemptKey("w", "t", number), "failed", "killed", cause="memory")
-        started = {"attempts": [("t", number, b"p", 1)], "placement": {}}
         for one in runs:
-            one.apply("started", started, 0.0, 1)
+            one.apply(started("t", number), 0.0, 1)
         again = runs[0].consider(ended)
         assert again == Again(MIB * 2**number)
         assert runs[0].consider(ended) is None, "each failure is told once"
-        body = {"outcomes": [(ended, b"p", "retrying")], "memory": {"t": again.memory_bytes}}
+        rows = (FinishedAttempt(ended, b"p", "retrying"),)
+        said = AttemptsFinished(outcomes=rows, memory={"t": again.memory_bytes})
         for one in runs:
-            one.apply("finished", body, 1.0, 1)
+            one.apply(said, 1.0, 1)
     assert [one.needs("t").memory_bytes for one in runs] == [4 * MIB, 4 * MIB]
 
 
@@ -124,13 +132,12 @@ tasks:
     commands, verdicts = [], []
     for number in range(1, 7):
         commands.append(whole.spec("t[a]").command)
-        started = {"attempts": [("t[a]", number, b"p", 1)], "placement": {}}
-        whole.apply("started", started, 0.0, 1)
+        whole.apply(started("t[a]", number), 0.0, 1)
         ended = Outcome(AttemptKey("w", "t[a]", number), "failed", "exit code 1", 1, cause="exit")
         verdict, again = whole.verdict(ended), whole.consider(ended)
-        body = {"outcomes": [(ended, b"p", "retrying" if again else verdict)]}
-        body |= {"instead": ["t[a]"]} if again is not None and again.instead else {}
-        whole.apply("finished", body, 1.0, 1)
+        rows = (FinishedAttempt(ended, b"p", "retrying" if again else verdict),)
+        instead = ("t[a]",) if again is not None and again.instead else None
+        whole.apply(AttemptsFinished(outcomes=rows, instead=instead), 1.0, 1)
         verdicts.append(whole.tasks["t[a]"].state)
     assert [words[-1] for words in commands if words] == [
         "fast a", "fast a", "slow a", "slow a", "last", "last",
@@ -209,6 +216,10 @@ BRANCH: dict[str, dict[str, Any]] = {
 }
 
 
+def started(task: str, number: int) -> AttemptsStarted:
+    return AttemptsStarted(attempts=(StartedAttempt(task, number, b"p", 1),), placement={})
+
+
 def branch_run() -> Run:
     document = {"name": "b", "policies": ["alternatives"], "tasks": BRANCH}
     return Run("w", read_document(json.dumps(document).encode(), {}), 0.0, b"h")
@@ -217,22 +228,22 @@ def branch_run() -> Run:
 def test_all_of_a_branch_begin_anew_in_the_next_way() -> None:
     run = branch_run()
     for name in ("index", "side", "align"):
-        run.apply("started", {"attempts": [(name, 1, b"p", 1)], "placement": {}}, 0.0, 1)
-    done = {"outcomes": [(Outcome(AttemptKey("w", "index", 1), "ok"), b"p", "succeeded")]}
-    run.apply("finished", done, 1.0, 1)
+        run.apply(started(name, 1), 0.0, 1)
+    done = FinishedAttempt(Outcome(AttemptKey("w", "index", 1), "ok"), b"p", "succeeded")
+    run.apply(AttemptsFinished(outcomes=(done,)), 1.0, 1)
     assert not any(vars_of(mend_branch(run, "mapping")))
     failed = Outcome(AttemptKey("w", "align", 1), "failed", "exit code 1", 1, cause="exit")
     again = run.consider(failed)
     assert again is not None
     assert again.instead
-    body = {"outcomes": [(failed, b"p", "retrying")], "instead": ["align"]}
-    run.apply("finished", body, 2.0, 1)
+    rows = (FinishedAttempt(failed, b"p", "retrying"),)
+    run.apply(AttemptsFinished(outcomes=rows, instead=("align",)), 2.0, 1)
     assert [run.ways[name] for name in ("index", "side", "align", "other")] == [1, 1, 1, 0]
     found = mend_branch(run, "mapping")
     assert [name for name, _ in found.reopened] == ["index"]
     assert found.running == [("side", 1, b"p")]
-    run.apply("reopened", {"tasks": found.reopened}, 3.0, 1)
-    run.apply("lost", {"attempts": found.lost}, 3.0, 1)
+    run.apply(TasksReopened(tasks=tuple(found.reopened)), 3.0, 1)
+    run.apply(AttemptsLost(attempts=tuple(found.lost)), 3.0, 1)
     assert not any(vars_of(mend_branch(run, "mapping"))), "once is enough"
     assert run.spec("index").command == ("bash", "-euo", "pipefail", "-c", "echo plain > index")
     assert run.tasks["align"].missing == 1 + 1, "it waits for the new index"
@@ -242,13 +253,13 @@ def test_two_tasks_of_a_branch_that_fail_together_are_one_step() -> None:
     run = branch_run()
     rows = []
     for name in ("index", "side"):
-        run.apply("started", {"attempts": [(name, 1, b"p", 1)], "placement": {}}, 0.0, 1)
+        run.apply(started(name, 1), 0.0, 1)
         failed = Outcome(AttemptKey("w", name, 1), "failed", "exit code 1", 1, cause="exit")
         again = run.consider(failed)
         assert again is not None
         assert again.instead
-        rows.append((failed, b"p", "retrying"))
-    run.apply("finished", {"outcomes": rows, "instead": ["index", "side"]}, 1.0, 1)
+        rows.append(FinishedAttempt(failed, b"p", "retrying"))
+    run.apply(AttemptsFinished(outcomes=tuple(rows), instead=("index", "side")), 1.0, 1)
     assert run.ways["align"] == 1
     assert run.spec("align").command is not None
 

@@ -11,12 +11,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import pytest
 
 from peer.answers import Problem
 from peer.home import Home
 from peer.run import Run
+from protocols.entries import Ended, KeepersChosen, Submitted
 from protocols.keeping.keeping import Lead
 from protocols.keeping.replica import Replica, next_epoch
 from protocols.keeping.tending import Tending
@@ -214,15 +214,13 @@ def test_a_promise_that_is_not_on_disk_yet_is_not_forgotten_with_an_ended_copy()
         host.database.sync_s = 0.1
         keeping, elections = host.enactment.keeping, host.enactment.elections
         first, second = (Contact(bytes([n]) * 20, "10.9.9.9", 7000) for n in (1, 2))
-        keepers = msgpack.packb({"keepers": (first.id, second.id, host.id)})
-        about = {"name": "w", "owner": "me", "tasks": 1, "parts": 1, "zipped": False}
-        bodies = [
-            ("keepers", keepers),
-            ("submitted", msgpack.packb({**about, "document": b"{}"})),
-            ("ended", msgpack.packb({"state": "succeeded", "reason": ""})),
-        ]
+        said = (
+            KeepersChosen(keepers=(first.id, second.id, host.id)),
+            Submitted(name="w", owner="me", tasks=1, options="{}", zipped=False, document=b"{}"),
+            Ended(state="succeeded", reason=""),
+        )
         epoch = next_epoch(0, first.id)
-        entries = tuple(Entry(n, epoch, 0.0, kind, body) for n, (kind, body) in enumerate(bodies))
+        entries = tuple(Entry(n, epoch, 0.0, one.kind, one.packed()) for n, one in enumerate(said))
 
         def keep(sender: Contact) -> asyncio.Task[Kept]:
             whole = Slice("w1", epoch, 0, 0, 3, entries)

@@ -25,8 +25,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-import msgpack
-
+from ..entries import HomeElected, HomeForced
 from ..members import State
 from ..messages import (
     Candidacy,
@@ -210,7 +209,7 @@ class Elections:
                 copy = keeping.replicas.get(workflow)
                 mine = copy is not None and copy.promised == epochs[workflow]
                 if mine and workflow not in keeping.leads:
-                    self._take_office(workflow, epochs[workflow], "home", "its keepers chose it")
+                    self._take_office(workflow, epochs[workflow], "its keepers chose it")
         now = self._now()
         for workflow in batch:
             due = self._due.get(workflow)
@@ -228,20 +227,20 @@ class Elections:
         return here and workflow in self._due and self._keeping.replicas[workflow].promised < epoch
 
     def _take_office(
-        self, workflow: str, epoch: int, kind: str, why: str, keepers: tuple[bytes, ...] = ()
+        self, workflow: str, epoch: int, why: str, keepers: tuple[bytes, ...] = ()
     ) -> None:
+        """`keepers`: those that are left, where this goes on without a majority."""
         keeping = self._keeping
         self._due.pop(workflow, None)
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
         keeping.lead(workflow, epoch)
-        body: dict[str, object] = {"home": keeping.rpc.me.id, "epoch": shown(epoch), "why": why}
+        me, number = keeping.rpc.me.id, shown(epoch)
+        said: HomeElected | HomeForced = HomeElected(home=me, epoch=number, why=why)
         if keepers:
-            body["keepers"] = keepers
-            body["committed"] = keeping.replicas[workflow].committed
-        keeping.append(
-            workflow, kind, msgpack.packb(body), then=lambda: self._in_office(workflow, epoch)
-        )
+            committed = keeping.replicas[workflow].committed
+            said = HomeForced(home=me, epoch=number, why=why, keepers=keepers, committed=committed)
+        keeping.append(workflow, said, then=lambda: self._in_office(workflow, epoch))
 
     def _in_office(self, workflow: str, epoch: int) -> None:
         if self._keeping.epoch(workflow) == epoch:
@@ -456,7 +455,7 @@ class Elections:
             "again what this copy does not show to be finished"
         )
         left = (me, *others)
-        self._take_office(workflow, epoch, "forced", why, left[: odd(len(left))])
+        self._take_office(workflow, epoch, why, left[: odd(len(left))])
 
     async def _goes_on_elsewhere(self, workflow: str, replica: Replica) -> bool:
         """Others may keep it by now, and this copy be one of before: it was away when they

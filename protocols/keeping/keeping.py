@@ -20,14 +20,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgpack
-
 from ..config import Config
+from ..entries import Journaled, KeepersChosen, keepers_in
 from ..members import Members, State
 from ..messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..rpc import CallFailed, Refused, Rpc
 from .place import Where, spread, where, would_part
-from .replica import CONFIGS, Replica, forced, keepers_of, majority, next_epoch, odd
+from .replica import CONFIGS, Replica, forced, majority, next_epoch, odd
 from .shelf import Shelf, Write
 
 Then = Callable[[], None]
@@ -124,7 +123,7 @@ class Keeping:
         return [where(m) for m in map(self.members.get, keepers) if m is not None]
 
     def found(
-        self, workflow: str, bodies: list[tuple[str, bytes]], patient: bool, named: bool
+        self, workflow: str, said: Iterable[Journaled], patient: bool, named: bool
     ) -> tuple[float, asyncio.Future[None]]:
         """A new journal, whose home this is: its keepers, then these entries. `named`: its id was
         not drawn just now, and there may have been one of that name.
@@ -138,10 +137,9 @@ class Keeping:
         self.replicas[workflow] = replica
         lead = self.leads[workflow] = Lead(epoch)
         at = self._clock()
-        config = msgpack.packb({"keepers": keepers})
+        first = KeepersChosen(keepers=keepers)
         entries = tuple(
-            Entry(seq, epoch, at, kind, body)
-            for seq, (kind, body) in enumerate([("keepers", config), *bodies])
+            Entry(seq, epoch, at, one.kind, one.packed()) for seq, one in enumerate([first, *said])
         )
         for entry in entries:
             replica.add(entry)
@@ -170,15 +168,14 @@ class Keeping:
     def append(
         self,
         workflow: str,
-        kind: str,
-        body: bytes,
+        said: Journaled,
         soon: bool = False,
         then: Then | None = None,
     ) -> float:
         """An entry's time. `then` is called when a majority has it; never, if that never is."""
         replica, lead = self.replicas[workflow], self.leads[workflow]
         at = self._clock()
-        entry = Entry(replica.count, lead.epoch, at, kind, body)
+        entry = Entry(replica.count, lead.epoch, at, said.kind, said.packed())
         replica.add(entry)
         lead.tail.append(entry)
         if then is not None:
@@ -345,7 +342,7 @@ class Keeping:
                 lead.sent[peer] = 0
             else:
                 lead.parting[peer] = replica.count
-        self.append(workflow, "keepers", msgpack.packb({"keepers": keepers}))
+        self.append(workflow, KeepersChosen(keepers=keepers))
 
     def lead(self, workflow: str, epoch: int) -> Lead:
         """A majority has granted this epoch: the first entry of it says so to everybody."""
@@ -513,7 +510,7 @@ class Keeping:
             in_order = all(e.seq == found.before + i for i, e in enumerate(found.entries))
             if not in_order or any(e.epoch > found.epoch for e in found.entries):
                 raise Refused("protocol", "entries out of their order")
-            if any(not keepers_of(e) for e in found.entries if e.kind in CONFIGS):
+            if any(not keepers_in(e.body) for e in found.entries if e.kind in CONFIGS):
                 raise Refused("protocol", "a journal without keepers")
             if found.workflow in self._closing:
                 raise Refused("busy", "the copy is being put away")

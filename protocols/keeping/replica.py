@@ -20,14 +20,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgpack
-
-from ..messages import ID_BYTES, Candidacy, Entry, Slice
+from ..entries import EntryError, HomeForced, Submitted, keepers_in, read_as
+from ..messages import Candidacy, Entry, Slice
 
 TAG_BITS = 32
 #: a home that goes on without a majority counts on from so far above that no other catches up
 FORCED_STEP = 2**14
-KEEPERS_MAX = 9
 #: Each keeper would begin an era of its own, by its tag: two that never heard of each other may not
 #: even agree on who the keepers are.
 FORCED_LINES = 2**12
@@ -88,34 +86,19 @@ def odd(count: int) -> int:
     return count - 1 + count % 2
 
 
-def keepers_of(entry: Entry) -> tuple[bytes, ...]:
-    """Of an entry about keepers; none, if it says anything else."""
-    return keepers_in(entry.body)
-
-
-def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
-    try:
-        found = msgpack.unpackb(body or b"", use_list=False)["keepers"]
-        return tuple(k for k in found[:KEEPERS_MAX] if type(k) is bytes and len(k) == ID_BYTES)
-    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
-        return ()
-
-
-def committed_of(entry: Entry) -> int:
+def _committed(entry: Entry) -> int:
     """How many entries counted when a home went on without a majority, as far as it knew."""
     try:
-        found = msgpack.unpackb(entry.body)["committed"]
-        return found if type(found) is int else 0
-    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return read_as(HomeForced, entry.body).committed
+    except EntryError:
         return 0
 
 
-def parts_of(entry: Entry) -> int:
+def _parts(entry: Entry) -> int:
     """Entries that a submission takes: this one, and those with the rest of its document."""
     try:
-        found = msgpack.unpackb(entry.body).get("parts", 1)
-        return found if type(found) is int and found > 0 else 1
-    except (ValueError, AttributeError, TypeError, msgpack.UnpackException):
+        return read_as(Submitted, entry.body).parts
+    except EntryError:
         return 1
 
 
@@ -232,13 +215,13 @@ class Replica:
     def note(self, entry: Entry) -> None:
         """What an entry says of the copy itself."""
         if entry.kind in CONFIGS:
-            self.configs.append((entry.seq, keepers_of(entry)))
+            self.configs.append((entry.seq, keepers_in(entry.body)))
             if entry.kind == "forced":
-                self.forced_at.append((entry.seq, entry.epoch, committed_of(entry)))
+                self.forced_at.append((entry.seq, entry.epoch, _committed(entry)))
         elif entry.kind == "ended":
             self.ended_at_count = entry.seq + 1
         elif entry.kind == "submitted":
-            self.whole_at_count = entry.seq + parts_of(entry)
+            self.whole_at_count = entry.seq + _parts(entry)
         if entry.kind not in PARTS and self.broken_at is None and entry.seq < self.whole_at_count:
             self.broken_at = entry.seq  # the rest never will come
 

@@ -1,0 +1,320 @@
+"""What a journal says: every kind of entry, together, and the only code that packs or reads one.
+
+On the disk and on the wire an entry is its kind and its fields by name, as msgpack; a row in it is
+a list. The rules are those of messages: a field may be added with a default, a column at the end of
+a row; no kind, field or column is ever removed, renamed, moved, or given another meaning, as a
+journal that was written years ago must lead where it led. A field that is None is not written.
+
+An entry says what was decided, and applying it is a matter of arithmetic: whoever reads a journal,
+today or after a crash, comes to the same state. Entries are checked when they are made and when
+they are read; what follows may rely on them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from .messages import Hash, Natural, Outcome, PeerId
+
+KEEPERS_MAX = 9
+Keepers = Annotated[tuple[PeerId, ...], Field(max_length=KEEPERS_MAX)]
+#: the state of a journal that has only a part of its submission, and was never acknowledged
+VOID = "void"
+
+
+class EntryError(ValueError):
+    """An entry that this version can't read."""
+
+
+class Journaled:
+    """One entry's content."""
+
+    kind: ClassVar[str] = ""
+
+    def packed(self) -> bytes:
+        set_fields = {name: value for name, value in self.__dict__.items() if value is not None}
+        packed: bytes = msgpack.packb(set_fields)
+        return packed
+
+
+J = TypeVar("J", bound=Journaled)
+
+
+# --------------------------------------------------------------------------- rows
+
+
+class StagedFile(NamedTuple):
+    name: str
+    hash: Hash
+    size: Natural
+    holders: tuple[PeerId, ...]
+
+
+class InputReason(NamedTuple):
+    """An input, and what became of it."""
+
+    name: str
+    reason: str
+
+
+class StartedAttempt(NamedTuple):
+    task: str
+    number: Natural
+    peer: PeerId  # whom it was given to
+    boot: Natural  # of that peer
+
+
+class FinishedAttempt(NamedTuple):
+    outcome: Outcome
+    peer: PeerId  # who said so
+    verdict: str  # what it means for its task: succeeded, failed, retrying or returned
+
+
+class LostAttempt(NamedTuple):
+    """It will not report."""
+
+    task: str
+    number: Natural
+    reason: str
+    verdict: str  # failed or retrying
+    begun: bool  # as far as its home knows: else it does not count against its task
+
+
+class SkippedTask(NamedTuple):
+    task: str
+    state: str  # skipped or failed
+    reason: str
+
+
+class ReopenedTask(NamedTuple):
+    task: str
+    reason: str
+
+
+class CopiedFile(NamedTuple):
+    hash: Hash
+    peer: PeerId
+
+
+class DeliveredFile(NamedTuple):
+    name: str
+    reason: str  # why it could not be; empty: it was
+
+
+# --------------------------------------------------------------------------- the journal's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepersChosen(Journaled):
+    """Who keeps this journal, from here on. The first entry of any."""
+
+    kind: ClassVar[str] = "keepers"
+
+    keepers: Keepers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeElected(Journaled):
+    """A majority of the keepers has elected another home."""
+
+    kind: ClassVar[str] = "home"
+
+    home: PeerId
+    epoch: Natural  # as people are told it
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeForced(Journaled):
+    """A home goes on without a majority, which is lost: from its own copy, with other keepers."""
+
+    kind: ClassVar[str] = "forced"
+
+    home: PeerId
+    epoch: Natural
+    why: str
+    keepers: Keepers
+    committed: Natural  # entries that counted by then, as far as it knows
+
+
+# --------------------------------------------------------------------------- the submission
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Journaled):
+    kind: ClassVar[str] = "submitted"
+
+    name: str
+    owner: str
+    tasks: Natural
+    options: str  # JSON
+    parts: Annotated[int, Field(ge=1)] = 1  # entries that the document takes, this one included
+    zipped: bool
+    document: bytes  # or its first part
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentPart(Journaled):
+    kind: ClassVar[str] = "document"
+
+    part: bytes
+
+
+# --------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputsStaged(Journaled):
+    """Inputs were brought to the home, or could not be."""
+
+    kind: ClassVar[str] = "staged"
+
+    files: tuple[StagedFile, ...]
+    failed: tuple[InputReason, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputsLost(Journaled):
+    """All that held these are gone: they are brought in again."""
+
+    kind: ClassVar[str] = "unstaged"
+
+    files: tuple[InputReason, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesCopied(Journaled):
+    """These have another holder."""
+
+    kind: ClassVar[str] = "copied"
+
+    files: tuple[CopiedFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesDelivered(Journaled):
+    """Results were written to where their document wants them, or can't be."""
+
+    kind: ClassVar[str] = "delivered"
+
+    files: tuple[DeliveredFile, ...]
+
+
+# --------------------------------------------------------------------------- attempts and tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptsStarted(Journaled):
+    """Attempts were given to peers, all for one reason."""
+
+    kind: ClassVar[str] = "started"
+
+    placement: dict[str, Any]  # see `protocols.strategy.Placement`
+    attempts: tuple[StartedAttempt, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptsFinished(Journaled):
+    """Outcomes that count, and what they mean for their tasks."""
+
+    kind: ClassVar[str] = "finished"
+
+    outcomes: tuple[FinishedAttempt, ...]
+    memory: dict[str, Natural] | None = None  # task → what a policy gives it from now on
+    instead: tuple[str, ...] | None = None  # tasks that go on in their next alternative
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptsLost(Journaled):
+    kind: ClassVar[str] = "lost"
+
+    attempts: tuple[LostAttempt, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksSkipped(Journaled):
+    """Tasks that will never run, or never again."""
+
+    kind: ClassVar[str] = "skipped"
+
+    tasks: tuple[SkippedTask, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksReopened(Journaled):
+    """Tasks that have succeeded run once more: what they made is gone, and is needed."""
+
+    kind: ClassVar[str] = "reopened"
+
+    tasks: tuple[ReopenedTask, ...]
+    gang: bool | None = None  # True: another of their gang has failed, and they keep their failures
+
+
+# --------------------------------------------------------------------------- the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelAsked(Journaled):
+    kind: ClassVar[str] = "cancelled"
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Journaled):
+    kind: ClassVar[str] = "ended"
+
+    state: str
+    reason: str
+
+
+# --------------------------------------------------------------------------- reading
+
+
+BY_KIND: dict[str, type[Journaled]] = {cls.kind: cls for cls in Journaled.__subclasses__()}
+
+
+def read(kind: str, body: bytes) -> Journaled:
+    cls = BY_KIND.get(kind)
+    if cls is None:
+        raise EntryError(f"an entry of a kind that this version does not know: {kind[:40]!r}")
+    return read_as(cls, body)
+
+
+def read_as(cls: type[J], body: bytes) -> J:
+    """Checked: it may come from a disk that lies, or from a peer of another version."""
+    try:
+        by_name = msgpack.unpackb(body, use_list=False, strict_map_key=False)
+        checked = _checked(cls).model_validate(by_name)  # type: ignore[arg-type]
+        return cls(**dict(checked))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise EntryError(f"a bad entry of kind {cls.kind}: {place}: {first['msg']}") from None
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise EntryError(f"a bad entry of kind {cls.kind}: {error}") from None
+
+
+@functools.cache
+def _checked(cls: type[Journaled]) -> type[BaseModel]:
+    """The same fields, checked. (What is made here is checked by its types, and costs nothing.)"""
+    hints = get_type_hints(cls, include_extras=True)
+    typed: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is MISSING else field.default)
+        for field in fields(cls)  # type: ignore[arg-type]
+    }
+    config = ConfigDict(strict=True, extra="ignore")
+    return create_model(cls.__name__, __config__=config, **typed)
+
+
+def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
+    """Of an entry about keepers; none, if it says anything else."""
+    try:
+        return read_as(KeepersChosen, body or b"").keepers
+    except EntryError:
+        return ()
