@@ -25,7 +25,7 @@ from typing import Any
 
 from chaos.processes import VALENCE, Processes, until
 from protocols.config import LAN
-from protocols.messages import Capacity
+from protocols.wire.messages import Capacity
 from sim.host import Host
 from sim.loop import run_out
 from sim.network import Network

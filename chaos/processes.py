@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peer import tokens
-from protocols.entries import AttemptsFinished, TasksReopened, read
+from protocols.wire.entries import AttemptsFinished, TasksReopened, read
 from valence.client import Client
 
 VALENCE = [sys.executable, "-m", "valence"]

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import msgpack
 
 from peer.link import Link
-from peer.policies import SHIPPED, Policies
 from peer.seal import Dropped, Seal
-from peer.work import read_document
-from protocols import messages
 from protocols.chemistry.notation import ChemistryError
-from protocols.codec import Kind, Malformed, decode, encode, pack_member
 from protocols.config import LAN
-from protocols.messages import (
+from protocols.engine.policies import SHIPPED, Policies
+from protocols.engine.work import read_document
+from protocols.wire import messages
+from protocols.wire.codec import Kind, Malformed, decode, encode, pack_member
+from protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Claim,

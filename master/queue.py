@@ -23,14 +23,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.home import Home
-from peer.run import Run, TaskState
 from peer.storage import QUEUE
-from protocols.admission import NO_DEADLINE_S
-from protocols.entries import AttemptsStarted, StartedAttempt
-from protocols.keeping.keeping import Deposed
-from protocols.matching import explain, unmet
-from protocols.messages import (
+from protocols.capacity.admission import NO_DEADLINE_S
+from protocols.capacity.matching import explain, unmet
+from protocols.consensus.keeping import Deposed
+from protocols.engine.home import Home
+from protocols.engine.run import Run, TaskState
+from protocols.strategies.base import READ_BYTES_MIN, Estimate, Placed, Placement, Unit
+from protocols.strategies.shares import Shares
+from protocols.wire.entries import AttemptsStarted, StartedAttempt
+from protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
@@ -45,9 +47,7 @@ from protocols.messages import (
     Unheld,
     Work,
 )
-from protocols.rpc import Refused
-from protocols.strategies.shares import Shares
-from protocols.strategy import READ_BYTES_MIN, Estimate, Placed, Placement, Unit
+from protocols.wire.rpc import Refused
 from workflow.model import Workflow
 
 log = logging.getLogger("valence.queue")

@@ -15,17 +15,17 @@ from typing import ClassVar
 import aiohttp
 from aiohttp import web
 
-from peer import api
-from peer.blobs import BlobError
+from peer.blobs import BlobError, Blobs
 from peer.daemon import Daemon
-from peer.gateway import Gateway
 from peer.http import Http
 from peer.tokens import PILOT, PilotToken
-from peer.transfer import Fetched, Transfer, Unavailable
-from protocols.codec import Kind, Malformed, decode, encode
-from protocols.keeping.place import QUEUED
-from protocols.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
-from protocols.rpc import Refused
+from protocols.consensus.placement import QUEUED
+from protocols.data.transfer import Fetched, Transfer, Unavailable
+from protocols.engine import views
+from protocols.engine.gateway import Gateway
+from protocols.wire.codec import Kind, Malformed, decode, encode
+from protocols.wire.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
+from protocols.wire.rpc import Refused
 
 from .queue import QueueHome
 
@@ -39,6 +39,7 @@ PACKED = "application/msgpack"
 class QueueTransfer(Transfer):
     """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
 
+    _blobs: Blobs
     home: QueueHome
     token: PilotToken
 
@@ -160,10 +161,10 @@ class QueueHttp(Http):
 class QueueGateway(Gateway):
     home: QueueHome
 
-    async def peers(self) -> api.PeerList:
+    async def peers(self) -> views.PeerList:
         """The pilots that sites have told of."""
         sites = self.home.sites.values()
-        return api.PeerList(
+        return views.PeerList(
             peers=[self._peer(m, None, False) for site in sites for m in site.pilots.values()]
         )
 

@@ -25,9 +25,12 @@ from typing import Any
 
 import msgpack
 
-from protocols.messages import CHECKED_OUTCOME, File, Moved, Outcome, Value, Work
+from protocols.data.transfer import Transfer, Unavailable
+from protocols.engine.outcomes import LOOK_S, NO_ROOM, NURSERY_DIED, WORKER_DIED, too_long
+from protocols.ports import NurseryGone
+from protocols.wire.messages import File, Moved, Value, Work
 from workflow.names import file_problem
-from workflow.quantities import show_bytes, show_seconds
+from workflow.quantities import show_bytes
 from workflow.schema import STRICT_SHELL
 
 from .blobs import (
@@ -45,7 +48,6 @@ from .processes import (
     REPLY_BYTES_MAX,
     WORK,
     Exit,
-    NurseryGone,
     Processes,
     StartFailed,
     Worker,
@@ -53,7 +55,6 @@ from .processes import (
 )
 from .removal import remove_tree
 from .sandbox import PLACES, Sandbox, module_path
-from .transfer import Transfer, Unavailable
 
 log = logging.getLogger("valence.attempt")
 
@@ -61,11 +62,8 @@ LOG_TAIL_CHARS = 4000
 NAMES_AT_ONCE = 256
 GONE = "gone-"  # so begin the names of directories that are being removed
 MISSING_MAX = 1000
-LOOK_S = 0.5  # between two looks at what a task uses
 LOOK_PART = 20  # a look at its files takes at most a part of the time
 SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-WORKER_DIED = "the worker process died during the call"
-NURSERY_DIED = "the peer's process nursery ended"
 
 
 #: with less than this left, what fails may fail for lack of it
@@ -89,10 +87,6 @@ class TaskFailed(Exception):
         super().__init__(reason)
         self.exit_code = exit_code
         self.cause = cause
-
-
-#: why an attempt is handed back: what it reads or makes is more than all that this peer has
-NO_ROOM = "room"
 
 
 class PeerFailed(Exception):
@@ -638,6 +632,7 @@ class Workshop:
         limits: Limits,
     ) -> None:
         self.processes = processes
+        self.pid = os.getpid()
         self._directory = directory / WORK
         self._parts = (processes, blobs, transfer, log_bytes_max, sandbox, limits)
         self._clear(directory)
@@ -725,25 +720,8 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def too_long(work: Work) -> str:
-    return f"it ran longer than its time-out of {show_seconds(work.timeout_s or 0.0)}"
-
-
 def too_large(used: int, asked: int, there: int) -> str:
     most = (
         f"{show_bytes(asked)} asked" if asked else f"all that this peer has is {show_bytes(there)}"
     )
     return f"killed: it used {show_bytes(used)} of memory, {most}"
-
-
-def outcome(work: Work, found: dict[str, Any], times: tuple[float, float, float]) -> Outcome:
-    queued_at, started_at, ended_at = times
-    made = Outcome(
-        key=work.key,
-        queued_at=queued_at,
-        started_at=started_at,
-        ended_at=ended_at,
-        epoch=work.epoch,
-        **found,
-    )
-    return CHECKED_OUTCOME.validate_python(made)

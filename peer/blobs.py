@@ -37,7 +37,8 @@ from protocols.data.cache import (
     WrongHash,
     is_own,
 )
-from protocols.data.sheet import CHUNK_BYTES_MIN, Sheet, count, span
+from protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Sheet, count, span
+from workflow.replay import made_up
 
 __all__ = ["OWN", "BlobError", "Blobs", "NeverFits", "QuotaFull", "Room", "TooLarge", "WrongHash"]
 
@@ -258,6 +259,15 @@ class Blobs:
             finally:
                 part.unlink(missing_ok=True)
         return hash
+
+    async def make_up(self, name: str, size: int, hold: str) -> tuple[bytes, int]:
+        part = self.new_part()
+        async with self.make_room(size) as room:
+            try:
+                await asyncio.to_thread(_make_up, part, name, size)
+                return await self.adopt(part, hold, room=room)
+            finally:
+                part.unlink(missing_ok=True)
 
     async def put_many(self, found: list[tuple[bytes, bytes]], room: Room | None = None) -> None:
         """Copies of small blobs, each with its hash, which was checked."""
@@ -545,3 +555,9 @@ def _read(path: Path, offset: int, length: int) -> bytes:
 def _sheet(path: Path, size: int) -> Sheet:
     with path.open("rb") as file:
         return Sheet.of(size, (file.read(span(size, i)[1]) for i in range(count(size))))
+
+
+def _make_up(path: Path, name: str, size: int) -> None:
+    with path.open("wb") as file:
+        for chunk in made_up(name, size):
+            file.write(chunk)

@@ -20,25 +20,29 @@ from typing import Any
 import msgpack
 
 from protocols.config import PRESETS
-from protocols.liveness import Liveness
-from protocols.members import Members, State
-from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.data.transfer import Transfer
+from protocols.engine.enactment import Enactment, Work
+from protocols.engine.gateway import Gateway
+from protocols.engine.home import Home
+from protocols.membership.liveness import Liveness
+from protocols.membership.members import Members, State
 from protocols.overlay.overlays import MADE_BY
+from protocols.ports import DatabaseError
 from protocols.records import Records
-from protocols.rpc import CallFailed, Refused, Rpc
 from protocols.strategies.pilots.assignment import preload
+from protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.wire.rpc import CallFailed, Refused, Rpc
 
 from .attempt import Limits, Workshop
 from .blobs import Blobs
-from .database import Database, DatabaseError
-from .enactment import Enactment, Work
-from .gateway import Gateway
-from .home import Home
+from .database import Database
 from .http import Http
 from .identity import Identity, tls_contexts, write_private
+from .journal_storage import JournalStorage
 from .link import NOBODY, Link
 from .metrics import Metrics
 from .nursery import adopt_orphans
+from .outbox_storage import OutboxStorage
 from .processes import Processes
 from .queue import QueueClient
 from .routes import VERSION
@@ -47,7 +51,6 @@ from .seal import Seal
 from .settings import Settings
 from .storage import Storage
 from .tokens import Tokens
-from .transfer import Transfer
 from .users import NoUsers, Users
 
 log = logging.getLogger("valence.peer")
@@ -161,7 +164,8 @@ class Daemon:
             members=self.members,
             liveness=self.liveness,
             records=self.records,
-            database=self.database,
+            journals=JournalStorage(self.database, time.time),
+            outbox=OutboxStorage(self.database, time.time),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=workshop,
@@ -459,7 +463,7 @@ class Daemon:
             before = time.time() - self._settings.retention
             try:
                 tombstones = time.time() - self._config.tombstone_s
-                forgotten = await self.enactment.journal.forget(before, tombstones)
+                forgotten = await self.enactment.journal.storage.forget(before, tombstones)
                 dropped = self.blobs.drop_older_than(before)
             except (DatabaseError, OSError) as error:
                 log.error("housekeeping: %s", error)

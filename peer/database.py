@@ -19,7 +19,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from protocols.ports import DatabaseError
 
 Statement = tuple[str, Sequence[Any] | dict[str, Any]]
 BATCH_MAX = 512
@@ -58,8 +60,14 @@ create table if not exists peers (id blob primary key, member blob not null) wit
 """
 
 
-class DatabaseError(Exception):
-    """It could not be written: the disk is full or broken."""
+class Disk(Protocol):
+    """A database, real or simulated."""
+
+    async def write(self, statements: list[Statement]) -> None: ...
+
+    def begin(self, statements: list[Statement], patient: bool = False) -> asyncio.Future[None]: ...
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[Any]: ...
 
 
 def prepare(connection: sqlite3.Connection) -> None:
@@ -200,8 +208,6 @@ class Database:
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.execute("rollback")
-            if isinstance(error, sqlite3.IntegrityError):
-                return error
             return DatabaseError(str(error))
         self._took_s += (time.monotonic() - start - self._took_s) / 8
         self.syncs += 1

@@ -20,19 +20,19 @@ from typing import Any, ClassVar
 from aiohttp import http_exceptions, web
 from pydantic import BaseModel
 
-from protocols.messages import File
+from protocols.data.transfer import Transfer
+from protocols.engine import views
+from protocols.engine.answers import Problem
+from protocols.engine.gateway import Gateway
+from protocols.wire.messages import File
 from workflow.model import STRATEGIES
 from workflow.tree import DOCUMENT_BYTES_MAX
 
-from . import api
-from .answers import Problem
 from .blobs import OWN, BlobError, Blobs
-from .doors import Doors, Rates
-from .gateway import Gateway
+from .limits import Doors, Rates
 from .metrics import CONTENT_TYPE, Metrics
 from .routes import ROUTES, VERSION, openapi
 from .tokens import BadToken, Grant, Tokens
-from .transfer import Transfer
 
 log = logging.getLogger("valence.http")
 
@@ -225,7 +225,7 @@ class Http:
     # ----------------------------------------------------------------- the peer
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return _json(api.Health(status="ok", peer=self._peer, version=VERSION))
+        return _json(views.Health(status="ok", peer=self._peer, version=VERSION))
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -449,13 +449,13 @@ class Http:
             self._blobs.touch(hash)
             self._blobs.hold(hash, hold)
             self._blob_arrived(hash)
-            return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=known))
+            return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=known))
         announced = request.content_length
         with cache.uploading(hold, announced or 0) as grow:
             size = await self._blobs.receive(_counted(request, grow), hash, announced, hold)
         await self._transfer.announce(hash)
         self._blob_arrived(hash)
-        return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
+        return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
 
     async def _delete_blob(self, request: web.Request) -> web.Response:
         hash = _hash(request)
@@ -463,7 +463,7 @@ class Http:
         size = self._blobs.size(hash) or 0
         if not self._blobs.delete(hash, None if not grant.sees else _upload_of(grant.owner)):
             raise Problem(404, "you have uploaded no such file to this peer")
-        return _json(api.BlobView(hash=f"sha256:{hash.hex()}", size=size))
+        return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=size))
 
     async def _get_blob(self, request: web.Request) -> web.StreamResponse:
         hash = _hash(request)
@@ -522,7 +522,7 @@ def _upload_of(owner: str) -> str:
 
 
 def _problem(problem: Problem) -> web.Response:
-    document = api.ProblemDocument(
+    document = views.ProblemDocument(
         title=_TITLES.get(problem.status, "Error"),
         status=problem.status,
         detail=problem.detail,

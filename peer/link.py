@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocols.codec import Malformed, decode
 from protocols.config import Config
-from protocols.messages import Contact, Hello
+from protocols.wire.codec import Malformed, decode
+from protocols.wire.messages import Contact, Hello
 
 from .identity import TlsContexts, id_of_certificate
 from .seal import NOBODY, OVERHEAD_BYTES, Dropped, Seal

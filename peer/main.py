@@ -15,11 +15,11 @@ import sys
 
 import uvloop
 
+from protocols.ports import DatabaseError
 from workflow.shown import plain
 
 from . import nursery
 from .daemon import AlreadyRunning, Daemon
-from .database import DatabaseError
 from .settings import Settings, SettingsError, from_arguments
 
 FILES_MAX = 16_384

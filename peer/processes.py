@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, cast
 
 import msgpack
 
+from protocols.ports import NurseryGone, Reply
+
 from . import nursery
 from .nursery import LENGTH
 from .removal import remove_tree
@@ -34,10 +36,6 @@ IDLE_WORKERS_MAX = 64
 VALUE_BYTES_MAX = 64 * 1024
 PLACE_KEPT_S = 5.0
 WORK = "work"  # below a peer's directory, what tasks have
-
-
-class NurseryGone(Exception):
-    """The nursery ended: whatever it ran is gone, and the peer's to run again."""
 
 
 class StartFailed(Exception):
@@ -61,7 +59,6 @@ class Usage(NamedTuple):
     nameless_bytes: int = 0  # on disk, in files that are open and have no name any more
 
 
-Reply = dict[str, Any] | None  # None: the worker died
 OnReply = Callable[[Reply], None]
 
 

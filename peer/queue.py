@@ -7,9 +7,9 @@ import time
 
 import aiohttp
 
-from protocols.codec import Kind, Malformed, decode, encode
-from protocols.messages import Message
-from protocols.rpc import CallFailed, Refused, Unreachable
+from protocols.wire.codec import Kind, Malformed, decode, encode
+from protocols.wire.messages import Message
+from protocols.wire.rpc import CallFailed, Refused, Unreachable
 
 from .settings import Settings
 from .tokens import PilotToken

@@ -8,10 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from protocols.engine import views
 from workflow.model import STRATEGIES
 from workflow.schema import WorkflowDocument
-
-from . import api
 
 VERSION = "0.1.0"
 
@@ -42,16 +41,16 @@ _LIMIT = Parameter("limit", "how many at most", type="integer")
 _WAIT = Parameter("wait", "seconds to wait for its end before answering", type="number")
 
 ROUTES = (
-    Route("GET", "/healthz", "healthz", "Is this peer up?", api.Health, scope="open"),
+    Route("GET", "/healthz", "healthz", "Is this peer up?", views.Health, scope="open"),
     Route("GET", "/metrics", "metrics_text", "Prometheus metrics.", "text/plain"),
     Route("GET", "/openapi.json", "openapi", "This document.", "application/json"),
-    Route("GET", "/v1/peers", "peers", "All peers this one knows of.", api.PeerList),
+    Route("GET", "/v1/peers", "peers", "All peers this one knows of.", views.PeerList),
     Route(
         "POST",
         "/v1/workflows",
         "submit",
         "Submit a workflow document (YAML or JSON) or a WfFormat instance (JSON).",
-        api.WorkflowView,
+        views.WorkflowView,
         status=201,
         parameters=(
             Parameter("Idempotency-Key", "repeats with the same key submit once", "header"),
@@ -69,7 +68,7 @@ ROUTES = (
         "/v1/workflows",
         "workflows",
         "Workflows of all peers, newest first.",
-        api.WorkflowPage,
+        views.WorkflowPage,
         parameters=(
             _LIMIT,
             Parameter("before", "`next` of the page before"),
@@ -82,7 +81,7 @@ ROUTES = (
         "/v1/workflows/{id}",
         "workflow",
         "One workflow.",
-        api.WorkflowView,
+        views.WorkflowView,
         parameters=(_WAIT,),
         errors=(400, 404),
     ),
@@ -91,7 +90,7 @@ ROUTES = (
         "/v1/workflows/{id}/values",
         "values",
         "What its calls returned, where no other task takes it and JSON can say it.",
-        api.ValuePage,
+        views.ValuePage,
         parameters=(Parameter("start", "`next` of the page before", type="integer"),),
         errors=(400, 404),
     ),
@@ -108,7 +107,7 @@ ROUTES = (
         "/v1/workflows/{id}/tasks",
         "tasks",
         "Its tasks, in an order in which they can run.",
-        api.TaskPage,
+        views.TaskPage,
         parameters=(
             _LIMIT,
             Parameter("after", "`next` of the page before"),
@@ -121,7 +120,7 @@ ROUTES = (
         "/v1/workflows/{id}/tasks/{task}",
         "task",
         "One task: state, attempts, where it was placed and why, what it waits for.",
-        api.TaskView,
+        views.TaskView,
         errors=(404,),
     ),
     Route(
@@ -150,7 +149,7 @@ ROUTES = (
         "/v1/workflows/{id}/cancel",
         "cancel",
         "End it: running tasks are killed.",
-        api.WorkflowView,
+        views.WorkflowView,
         errors=(404, 409),
         scope="submit",
     ),
@@ -159,7 +158,7 @@ ROUTES = (
         "/v1/workflows/{id}/files",
         "files",
         "Its files.",
-        api.FileList,
+        views.FileList,
         parameters=(Parameter("start", "`next` of the page before", type="integer"),),
         errors=(400, 404),
     ),
@@ -176,7 +175,7 @@ ROUTES = (
         "/v1/blobs/{hash}",
         "put_blob",
         "Upload a file under its hash, sha256:….",
-        api.BlobView,
+        views.BlobView,
         status=201,
         body="blob",
         errors=(400, 408, 413, 422, 507),
@@ -187,7 +186,7 @@ ROUTES = (
         "/v1/blobs/{hash}",
         "delete_blob",
         "Forget a file that you have uploaded to this peer.",
-        api.BlobView,
+        views.BlobView,
         errors=(400, 404),
         scope="submit",
     ),
@@ -204,7 +203,7 @@ ROUTES = (
 
 def openapi() -> dict[str, Any]:
     models = {r.answer for r in ROUTES if not isinstance(r.answer, str)}
-    models |= {api.ProblemDocument, WorkflowDocument}
+    models |= {views.ProblemDocument, WorkflowDocument}
     _, schemas = models_json_schema(
         [(m, "validation") for m in sorted(models, key=lambda m: m.__name__)],
         ref_template="#/components/schemas/{model}",
@@ -282,7 +281,7 @@ def _operation(route: Route) -> dict[str, Any]:
     for status in sorted(set(errors)):
         responses[str(status)] = {
             "description": "What is wrong.",
-            "content": {"application/problem+json": _ref(api.ProblemDocument)},
+            "content": {"application/problem+json": _ref(views.ProblemDocument)},
         }
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     parameters = [

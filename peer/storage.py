@@ -29,9 +29,11 @@ import aiohttp.abc
 from yarl import URL
 
 from protocols.data.cache import Room
-from protocols.messages import File
+from protocols.engine.delivery import shown
+from protocols.ports import StorageError
+from protocols.wire.messages import File
 
-from .blobs import CHUNK_BYTES, BlobError, Blobs, WrongHash, copy_file
+from .blobs import CHUNK_BYTES, Blobs, WrongHash, copy_file
 from .settings import Settings
 from .tokens import PilotToken
 
@@ -54,14 +56,6 @@ METADATA = frozenset({"fd00:ec2::254", "100.100.100.200", "168.63.129.16", "192.
 LOCAL = "workflows do not reach what is this machine's own (--local-urls allows it)"
 QUEUE = "queue"  # the scheme of what a task queue has, or can fetch from another site
 _QUEUE_BLOB = QUEUE + ":/v1/blobs/sha256:[0-9a-f]{64}"
-
-
-class StorageError(BlobError):
-    status = 502
-
-    def __init__(self, text: str, passing: bool = False) -> None:
-        super().__init__(text)
-        self.passing = passing
 
 
 class Storage:
@@ -401,13 +395,6 @@ async def _number(parts: AsyncIterator[bytes | int | None]) -> int | None:
     first = await anext(parts)
     assert not isinstance(first, bytes)
     return first
-
-
-def shown(url: str) -> str:
-    """Without what may be a secret in it."""
-    split = urlsplit(url)
-    host = split.netloc.rpartition("@")[2]
-    return f"{split.scheme}://{host}{split.path}"[:300]
 
 
 def _told(url: str, error: BaseException) -> StorageError:

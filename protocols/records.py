@@ -17,7 +17,8 @@ import random
 from dataclasses import dataclass
 
 from .config import Config
-from .messages import (
+from .overlay.kademlia import Overlay
+from .wire.messages import (
     Contact,
     FetchedRecords,
     FetchRecords,
@@ -25,8 +26,7 @@ from .messages import (
     StoredRecords,
     StoreRecords,
 )
-from .overlay.kademlia import Overlay
-from .rpc import CallFailed, Rpc
+from .wire.rpc import CallFailed, Rpc
 
 BATCH_RECORDS = 200
 

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from peer.database import DatabaseError, Statement, prepare
+from peer.database import Statement, prepare
+from protocols.ports import DatabaseError
 
 from .loop import NOBODY
 
@@ -35,7 +36,7 @@ class Platter:
                 self.tables.execute(sql, values)
         except sqlite3.Error as error:
             self.tables.execute("rollback")
-            return error
+            return DatabaseError(str(error))
         self.tables.execute("commit")
         return None
 

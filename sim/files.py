@@ -13,10 +13,11 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-from peer.transfer import Transfer, Unavailable
 from protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Room
-from protocols.data.sheet import Sheet, count, span
-from protocols.messages import File, Moved, Value, Work
+from protocols.data.chunk_manifest import Sheet, count, span
+from protocols.data.transfer import Transfer, Unavailable
+from protocols.wire.messages import File, Moved, Value, Work
+from workflow.replay import made_up
 
 from .disk import Platter
 
@@ -105,6 +106,12 @@ class SimBlobs:
         self.cache.used(hash)
         return self._held[hash][offset : offset + length]
 
+    async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+        yield self._held[hash][start:end]
+
+    async def make_up(self, name: str, size: int, hold: str) -> tuple[bytes, int]:
+        return await self.put(b"".join(made_up(name, size)), hold), size
+
     def touch(self, hash: bytes) -> None:
         pass
 
@@ -156,10 +163,17 @@ async def _nobody() -> None:
 
 
 class SimProcesses:
+    """None: a simulated attempt needs no process."""
+
     losses = 0
 
     def idle_worker(self, owner: str) -> None:
         return None
+
+    def give_back(self, worker: Any) -> None:
+        raise AssertionError("no worker was given away")
+
+    discard = give_back
 
 
 class SimAttempt:
@@ -208,12 +222,26 @@ class SimAttempt:
         command = self.work.command or ("", "0.1")
         return float(command[1]) * (0.5 + self._workshop.rng.random())
 
-    def forget(self) -> None:
-        pass
+    def request(self, place: str) -> dict[str, Any]:
+        raise AssertionError("it needs no worker")
+
+    def short(self, answer: dict[str, Any]) -> None:
+        return None
+
+    async def take(self, answer: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("no worker has answered")
+
+    async def too_much(self, id: int) -> tuple[str, str]:
+        return "", ""
+
+    def too_much_on_disk(self) -> tuple[str, str]:
+        return "", ""
 
 
 class SimWorkshop:
     """Where attempts run, and who looks on."""
+
+    pid = 0
 
     def __init__(self, blobs: SimBlobs, transfer: Transfer, rng: random.Random) -> None:
         self.processes = SimProcesses()

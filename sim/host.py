@@ -13,13 +13,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from master.queue import QueueHome
-from peer.enactment import Enactment
-from peer.home import Home
-from peer.transfer import Transfer, Unavailable
+from peer.journal_storage import JournalStorage
+from peer.outbox_storage import OutboxStorage
 from protocols.config import Config
+from protocols.consensus.placement import QUEUED
 from protocols.data.cache import Room as CacheRoom
-from protocols.keeping.place import QUEUED
-from protocols.messages import (
+from protocols.data.transfer import Transfer, Unavailable
+from protocols.engine.enactment import Enactment
+from protocols.engine.home import Home
+from protocols.wire.messages import (
     BlobPart,
     Capacity,
     Contact,
@@ -32,7 +34,7 @@ from protocols.messages import (
     Traits,
     Welcome,
 )
-from protocols.rpc import CallFailed
+from protocols.wire.rpc import CallFailed
 
 from .disk import Platter, SimDatabase
 from .files import SimBlobs, SimWorkshop
@@ -105,7 +107,7 @@ class Host:
         self.blobs = SimBlobs(self.platter, self.quota_bytes)
         self.transfer = Transfer(
             peer.rpc,
-            self.blobs,  # type: ignore[arg-type]
+            self.blobs,
             peer.members,
             peer.records,
             self.clock,
@@ -117,10 +119,11 @@ class Host:
             members=peer.members,
             liveness=peer.liveness,
             records=peer.records,
-            database=self.database,  # type: ignore[arg-type]
-            blobs=self.blobs,  # type: ignore[arg-type]
+            journals=JournalStorage(self.database, self.clock),
+            outbox=OutboxStorage(self.database, self.clock),
+            blobs=self.blobs,
             transfer=self.transfer,
-            workshop=self.workshop,  # type: ignore[arg-type]
+            workshop=self.workshop,
             clock=self.clock,
             rng=rng,
             config=self._config,

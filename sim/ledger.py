@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from master.queue import site_id
-from protocols.entries import (
+from protocols.consensus.placement import is_queued
+from protocols.consensus.replica import TAG_BITS, forced, shown
+from protocols.wire.entries import (
     VOID,
     AttemptsFinished,
     AttemptsLost,
@@ -30,9 +32,7 @@ from protocols.entries import (
     TasksSkipped,
     read,
 )
-from protocols.keeping.place import is_queued
-from protocols.keeping.replica import TAG_BITS, forced, shown
-from protocols.messages import AttemptKey, Entry, Outcome, Work
+from protocols.wire.messages import AttemptKey, Entry, Outcome, Work
 
 if TYPE_CHECKING:
     from .host import Host
@@ -159,10 +159,10 @@ class Ledger:
         found = {e.seq: e for e in lead.tail if start <= e.seq < end}
         missing = [seq for seq in range(start, end) if seq not in found]
         if missing:
-            shelf = host.enactment.keeping.shelf
+            storage = host.enactment.keeping.storage
             at = missing[0]
             while at <= missing[-1]:
-                rows = shelf.entries(workflow, at, missing[-1] + 1, 2**30)
+                rows = storage.entries(workflow, at, missing[-1] + 1, 2**30)
                 if not rows:
                     break
                 for entry in rows:

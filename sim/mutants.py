@@ -12,30 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import peer.home
-import protocols.keeping.election
-import protocols.keeping.lines
-import protocols.keeping.replica
-from peer.answers import Answers, Problem, _Document
-from peer.executor import Executor
-from peer.gang import Mending
-from peer.gateway import Gateway
-from peer.home import Home
-from peer.journal import Journal
-from peer.run import FINAL, Run
-from peer.shelf import Shelf
-from protocols.admission import Admission
-from protocols.entries import InputsStaged
-from protocols.keeping.archive import Archive
-from protocols.keeping.election import Elections
-from protocols.keeping.keeping import Keeping
-from protocols.keeping.lines import Line, Lines
-from protocols.keeping.place import new_id
-from protocols.keeping.replica import Replica, forced
-from protocols.keeping.tending import Tending
-from protocols.members import State
-from protocols.messages import Elected
-from protocols.rpc import Rpc
+import protocols.consensus.election
+import protocols.consensus.lines
+import protocols.consensus.replica
+import protocols.engine.home
+from peer.journal_storage import JournalStorage
+from protocols.capacity.admission import Admission
+from protocols.consensus.archive import Archive
+from protocols.consensus.election import Elections
+from protocols.consensus.keeping import Keeping
+from protocols.consensus.lines import Line, Lines
+from protocols.consensus.membership_change import Tending
+from protocols.consensus.placement import new_id
+from protocols.consensus.replica import Replica, forced
+from protocols.engine.answers import Answers, Problem, _Document
+from protocols.engine.executor import Executor
+from protocols.engine.gangs import Mending
+from protocols.engine.gateway import Gateway
+from protocols.engine.home import Home
+from protocols.engine.journal import Journal
+from protocols.engine.run import FINAL, Run
+from protocols.membership.members import State
+from protocols.wire.entries import InputsStaged
+from protocols.wire.messages import Elected
+from protocols.wire.rpc import Rpc
 
 Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -90,8 +90,8 @@ def one_copy_is_a_majority() -> list[Patch]:
         return 1
 
     return [
-        (protocols.keeping.replica, "majority", one),
-        (protocols.keeping.election, "majority", one),
+        (protocols.consensus.replica, "majority", one),
+        (protocols.consensus.election, "majority", one),
     ]
 
 
@@ -126,24 +126,24 @@ def keepers_answer_before_their_disk_has_it() -> list[Patch]:
     keep = Keeping._keep
 
     class Hasty:
-        def __init__(self, shelf: Any) -> None:
-            self._shelf = shelf
+        def __init__(self, storage: Any) -> None:
+            self._storage = storage
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._shelf, name)
+            return getattr(self._storage, name)
 
         def write(self, writes: Any, soon: bool = False) -> Any:
-            self._shelf.write(writes, soon)
+            self._storage.write(writes, soon)
             done = asyncio.get_running_loop().create_future()
             done.set_result(None)
             return done
 
     async def hasty(self: Any, sender: Any, message: Any) -> Any:
-        shelf, self.shelf = self.shelf, Hasty(self.shelf)
+        storage, self.storage = self.storage, Hasty(self.storage)
         try:
             return await keep(self, sender, message)
         finally:
-            self.shelf = shelf
+            self.storage = storage
 
     return [(Keeping, "_keep", hasty)]
 
@@ -187,7 +187,7 @@ def keepers_are_swapped_at_once() -> list[Patch]:
 
 @mutant
 def what_was_given_up_leaves_no_promise() -> list[Patch]:
-    statements = Shelf._statements
+    statements = JournalStorage._statements
 
     def forgetful(self: Any, one: Any) -> Any:
         found = statements(self, one)
@@ -195,7 +195,7 @@ def what_was_given_up_leaves_no_promise() -> list[Patch]:
             found.append(("delete from copies where workflow = ?", (one.workflow,)))
         return found
 
-    return [(Shelf, "_statements", forgetful)]
+    return [(JournalStorage, "_statements", forgetful)]
 
 
 @mutant
@@ -264,7 +264,7 @@ def results_are_used_before_they_count() -> list[Patch]:
 
 @mutant
 def a_second_result_counts_too() -> list[Patch]:
-    return [(peer.home, "FINAL", frozenset())]
+    return [(protocols.engine.home, "FINAL", frozenset())]
 
 
 @mutant
@@ -318,7 +318,7 @@ def any_lease_is_good_enough() -> list[Patch]:
 
 @mutant
 def a_gang_goes_on_without_one() -> list[Patch]:
-    return [(peer.home, "mend", lambda run, gang: Mending())]
+    return [(protocols.engine.home, "mend", lambda run, gang: Mending())]
 
 
 @mutant
@@ -363,8 +363,8 @@ def homes_lead_in_eras_that_their_log_is_not_in() -> list[Patch]:
         return True
 
     return [
-        (protocols.keeping.replica, "in_era", lax),
-        (protocols.keeping.election, "in_era", lax),
+        (protocols.consensus.replica, "in_era", lax),
+        (protocols.consensus.election, "in_era", lax),
     ]
 
 
@@ -383,7 +383,7 @@ def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
     def holds(line: Line, other: Line) -> bool:
         return line.era > other.era
 
-    return [(protocols.keeping.lines, "holds", holds)]
+    return [(protocols.consensus.lines, "holds", holds)]
 
 
 @mutant

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocols.config import LAN, Config
-from protocols.liveness import Liveness
-from protocols.members import Members
-from protocols.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.membership.liveness import Liveness
+from protocols.membership.members import Members
 from protocols.overlay.overlays import MADE_BY
 from protocols.records import Records
-from protocols.rpc import CallFailed, Rpc
+from protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from protocols.wire.rpc import CallFailed, Rpc
 
 from .loop import NOBODY, Life
 

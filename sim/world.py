@@ -20,11 +20,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from peer.answers import Problem
 from protocols.config import LAN, Config
-from protocols.keeping.place import is_queued
-from protocols.keeping.replica import majority, shown
-from protocols.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
+from protocols.consensus.placement import is_queued
+from protocols.consensus.replica import majority, shown
+from protocols.engine.answers import Problem
+from protocols.wire.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
 
 from .host import Host, QueueHost
 from .ledger import FINAL, Ledger, Violation
@@ -440,7 +440,7 @@ class World:
         number = {host.id: host.index for host in self.hosts}
         for host in self.hosts:
             keeping = host.enactment.keeping
-            copy = keeping.replicas.get(workflow) or keeping.shelf.replica(workflow)
+            copy = keeping.replicas.get(workflow) or keeping.storage.replica(workflow)
             if copy is None:
                 continue
             keepers = [number.get(k, k.hex()[:6]) for k in copy.keepers]

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.config import LAN, Config
-from protocols.messages import Capacity, Contact, Member, Meta, Needs, Scale, Ticket
 from protocols.strategies.chemical.holder import Stretch, Wish, alike, rest_of, room
 from protocols.strategies.chemical.kinds import ALL, kind_of
 from protocols.strategies.chemical.layer import Layer, load
@@ -28,6 +27,7 @@ from protocols.strategies.chemical.scale import (
     place,
     tie,
 )
+from protocols.wire.messages import Capacity, Contact, Member, Meta, Needs, Scale, Ticket
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer
 from tests.conftest import Cluster

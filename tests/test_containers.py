@@ -16,9 +16,8 @@ import yaml
 
 from peer import healthy
 from peer.settings import _memory_bytes, _millicores
+from tests.conftest import wait_for
 from valence.client import Client
-
-from .conftest import wait_for
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = [ROOT / "docker-compose.yml", ROOT / "deploy" / "docker-compose.secrets.yml"]

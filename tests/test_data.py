@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from peer.transfer import Transfer, Unavailable
 from protocols.data.cache import Cache, QuotaFull, Room
-from protocols.data.sheet import CHUNK_BYTES_MIN, Chunks, Sheet, chunk_bytes, count, span
-from protocols.messages import File
+from protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Chunks, Sheet, chunk_bytes, count, span
+from protocols.data.transfer import Transfer, Unavailable
+from protocols.wire.messages import File
 from sim.disk import Platter
 from sim.files import SimBlobs
 from sim.loop import run

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +14,10 @@ import pytest
 
 from peer import nursery
 from peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
-from peer.database import Database, DatabaseError
-from peer.processes import NurseryGone, Processes, StartFailed
+from peer.database import Database
+from peer.processes import Processes, StartFailed
 from peer.removal import remove_tree
+from protocols.ports import DatabaseError, NurseryGone
 
 
 def store(path: Path, quota: int = 1_000_000) -> Blobs:
@@ -286,7 +286,7 @@ async def test_one_bad_write_fails_alone(tmp_path: Path) -> None:
     )
     assert [type(r) for r in results] == [
         type(None),
-        sqlite3.IntegrityError,
+        DatabaseError,
         DatabaseError,
         type(None),
     ]

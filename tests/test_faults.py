@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.entries import AttemptsFinished, TasksReopened, read
+from protocols.wire.entries import AttemptsFinished, TasksReopened, read
 from tests.conftest import VALENCE, wait_for
 from tests.test_cluster import raw, submit
 from valence.client import Client, Problem

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.gang import mend
-from peer.run import Run
-from protocols.admission import Admission
+from protocols.capacity.admission import Admission
 from protocols.config import LAN
-from protocols.entries import (
+from protocols.engine.gangs import mend
+from protocols.engine.run import Run
+from protocols.wire.entries import (
     AttemptsLost,
     AttemptsStarted,
     StartedAttempt,
     TasksReopened,
     TasksSkipped,
 )
-from protocols.messages import Capacity, GangTag, Needs, Room, Traits
+from protocols.wire.messages import Capacity, GangTag, Needs, Room, Traits
 from sim.host import Host
 from sim.loop import run
 from sim.network import Network

@@ -19,14 +19,13 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from peer.home import _rebuilt
-from peer.journal import Journal, recorded
-from protocols import codec
-from protocols.codec import Kind
-from protocols.entries import BY_KIND, read
-from protocols.messages import BY_NUMBER, Entry, Message
-
-from .conftest import Cluster
+from protocols.engine.home import _rebuilt
+from protocols.engine.journal import Journal, recorded
+from protocols.wire import codec
+from protocols.wire.codec import Kind
+from protocols.wire.entries import BY_KIND, read
+from protocols.wire.messages import BY_NUMBER, Entry, Message
+from tests.conftest import Cluster
 
 GOLDENS = Path(__file__).parent / "goldens"
 MESSAGES = GOLDENS / "messages.txt"
@@ -191,7 +190,7 @@ class Kept:
 def replayed(id: str, rows: list[Entry]) -> list[str]:
     """In words, where a journal leads to."""
     journal = Journal.__new__(Journal)
-    journal._shelf = Kept(rows)  # type: ignore[assignment]
+    journal.storage = Kept(rows)  # type: ignore[assignment]
     document = journal.document(id)
     assert document is not None
     run = _rebuilt((id, document, [recorded(row) for row in rows]))

@@ -28,27 +28,21 @@ from hypothesis import strategies as st
 
 from chaos import owners
 from peer import nursery
-from peer.answers import Problem
 from peer.attempt import Attempt, Limits, TaskFailed, Unseen, usage_below
 from peer.blobs import Blobs, is_plain, open_plain
 from peer.database import Database
-from peer.home import Home
+from peer.journal_storage import JournalStorage
 from peer.main import _Plain as plain_log
-from peer.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
 from peer.processes import Processes, read_reply
 from peer.removal import remove_tree
-from peer.run import Run
-from peer.shelf import Shelf
 from peer.tokens import PILOT, BadToken, PilotToken, Tokens, make
 from peer.users import NoUsers, Users
-from peer.work import is_much, read_document
 from peer.worker import Imported, read_sources
-from protocols.admission import Admission
+from protocols.capacity.admission import Admission
 from protocols.config import LAN
-from protocols.data.cache import Cache, QuotaFull
-from protocols.keeping.lines import Line, holds
-from protocols.keeping.place import Where, crowding, risk, spread, without_one, would_part
-from protocols.keeping.replica import (
+from protocols.consensus.lines import Line, holds
+from protocols.consensus.placement import Where, crowding, risk, spread, without_one, would_part
+from protocols.consensus.replica import (
     Replica,
     begins_era,
     forced,
@@ -56,8 +50,20 @@ from protocols.keeping.replica import (
     in_era,
     next_epoch,
 )
-from protocols.keeping.shelf import Write
-from protocols.messages import (
+from protocols.consensus.storage import Write
+from protocols.data.cache import Cache, QuotaFull
+from protocols.engine.answers import Problem
+from protocols.engine.home import Home
+from protocols.engine.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
+from protocols.engine.run import Run
+from protocols.engine.work import is_much, read_document
+from protocols.strategies.base import Unit
+from protocols.strategies.pilots.ranking import problem, ranking
+from protocols.strategies.shares import Shares
+from protocols.strategies.tickets.market import Market
+from protocols.strategies.waiting import Waiting
+from protocols.wire.entries import HomeForced, Submitted
+from protocols.wire.messages import (
     AttemptKey,
     Candidacy,
     Capacity,
@@ -73,18 +79,12 @@ from protocols.messages import (
     Ticket,
     Traits,
 )
-from protocols.strategies.pilots.ranking import problem, ranking
-from protocols.strategies.shares import Shares
-from protocols.strategies.tickets.market import Market
-from protocols.strategies.waiting import Waiting
-from protocols.strategy import Unit
 from sim.loop import run_out
 from sim.world import Plan, World
+from tests.conftest import Cluster
 from valence.display import Display
 from workflow import tree, wfformat
 from workflow.problems import DocumentError, Problems
-
-from .conftest import Cluster
 
 # --------------------------------------------------------------------------- documents
 
@@ -686,11 +686,13 @@ def test_half_a_submission_goes_on_nowhere_and_makes_way() -> None:
     had acknowledged."""
     first = next_epoch(0, b"a" * 20)
     keepers = msgpack.packb({"keepers": (b"a" * 20, b"b" * 20, b"c" * 20)})
-    parts = msgpack.packb({"parts": 3})
+    submitted = Submitted(
+        name="", owner="", tasks=1, options="", parts=3, zipped=False, document=b""
+    )
     body = msgpack.packb({})
     part = Replica("w")
     part.add(Entry(0, first, 0.0, "keepers", keepers))
-    part.add(Entry(1, first, 0.0, "submitted", parts))
+    part.add(Entry(1, first, 0.0, "submitted", submitted.packed()))
     part.add(Entry(2, first, 0.0, "document", body))
     assert not part.whole
     part.add(Entry(3, first, 0.0, "document", body))
@@ -716,10 +718,10 @@ def test_who_made_way_for_a_namesake_never_votes_for_what_broke_off(tmp_path: Pa
 
     async def scenario() -> None:
         database = Database(tmp_path / "peer.db")
-        shelf = Shelf(database, time.time)
+        storage = JournalStorage(database, time.time)
         birth, other = next_epoch(0, b"a" * 20), next_epoch(0, b"b" * 20)
-        await shelf.write([Write("w", birth, forget=True, voided=birth)])
-        left = shelf.remains("w")
+        await storage.write([Write("w", birth, forget=True, voided=birth)])
+        left = storage.remains("w")
         asked = Candidacy("w", next_epoch(birth, b"c" * 20), 5, birth, False, birth)
         assert "broke off" in left.why_not(asked)
         namesake = Candidacy("w", next_epoch(birth, b"c" * 20), 2, other, False, other)
@@ -780,8 +782,10 @@ def test_a_line_that_ended_is_of_the_era_in_which_its_end_was_agreed_on() -> Non
         made = Replica("w")
         made.add(Entry(0, first, 0.0, "keepers", msgpack.packb({"keepers": [b"a" * 20]})))
         made.add(Entry(1, first, 0.0, "ended", b""))
-        body = msgpack.packb({"keepers": [b"b" * 20], "committed": committed})
-        made.add(Entry(2, era, 0.0, "forced", body))
+        forced = HomeForced(
+            home=b"b" * 20, epoch=1, why="", keepers=(b"b" * 20,), committed=committed
+        )
+        made.add(Entry(2, era, 0.0, forced.kind, forced.packed()))
         made.committed = 3
         return made
 
@@ -802,19 +806,19 @@ async def test_who_gives_up_a_forced_line_remembers_what_it_had_before(tmp_path:
     first, era = next_epoch(0, b"a" * 20), forced_epoch(0, b"b" * 20)
     assert era is not None
     database = Database(tmp_path / "peer.db")
-    shelf = Shelf(database, time.time)
+    storage = JournalStorage(database, time.time)
     try:
         entries = tuple(Entry(seq, first, 0.0, "x", b"") for seq in range(5))
-        await shelf.write([Write("w", first, None, entries)])
+        await storage.write([Write("w", first, None, entries)])
         later = (Entry(2, era, 0.0, "forced", b""),)
-        await shelf.write([Write("w", era, 2, later)])
-        assert shelf.remains("w").promised == era
-        await shelf.write([Write("w", era, forget=True, position=(era, 3), back_to=0)])
-        found = shelf.remains("w")
+        await storage.write([Write("w", era, 2, later)])
+        assert storage.remains("w").promised == era
+        await storage.write([Write("w", era, forget=True, position=(era, 3), back_to=0)])
+        found = storage.remains("w")
         assert (found.promised, found.floor) == (first, (first, 5))
-        await shelf.write([Write("v", era, None, later)])
-        await shelf.write([Write("v", era, forget=True, position=(era, 1), back_to=0)])
-        assert (shelf.remains("v").promised, shelf.remains("v").floor) == (0, (0, 0))
+        await storage.write([Write("v", era, None, later)])
+        await storage.write([Write("v", era, forget=True, position=(era, 1), back_to=0)])
+        assert (storage.remains("v").promised, storage.remains("v").floor) == (0, (0, 0))
     finally:
         await database.close()
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from peer.run import Run
-from peer.work import read_document
-from protocols.entries import AttemptsFinished, FinishedAttempt, ReopenedTask, TasksReopened
-from protocols.messages import AttemptKey, Outcome
+from protocols.engine.run import Run
+from protocols.engine.work import read_document
+from protocols.wire.entries import AttemptsFinished, FinishedAttempt, ReopenedTask, TasksReopened
+from protocols.wire.messages import AttemptKey, Outcome
 from tests.conftest import Cluster
 from workflow.problems import DocumentError
 

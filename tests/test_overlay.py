@@ -9,16 +9,26 @@ from dataclasses import replace
 
 import pytest
 
-from peer.transfer import Transfer
 from protocols.config import LAN, OVERLAYS, Config
-from protocols.members import State
-from protocols.messages import Contact, Done, File, Leave, Member, Ping, Record, Refusal, Vacancy
+from protocols.data.transfer import Transfer
+from protocols.membership.members import State
 from protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup, clockwise
 from protocols.overlay.lookup import Lookup
 from protocols.overlay.overlays import MADE_BY, far
 from protocols.overlay.table import Table, distance
 from protocols.records import Store, key_of
-from protocols.rpc import Refused, Rpc, Unreachable
+from protocols.wire.messages import (
+    Contact,
+    Done,
+    File,
+    Leave,
+    Member,
+    Ping,
+    Record,
+    Refusal,
+    Vacancy,
+)
+from protocols.wire.rpc import Refused, Rpc, Unreachable
 from sim.disk import Platter
 from sim.files import SimBlobs
 from sim.loop import run

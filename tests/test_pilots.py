@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from protocols.messages import Line, Needs
 from protocols.strategies.pilots import assignment, ranking
 from protocols.strategies.pilots.listing import Copy, List
 from protocols.strategies.pilots.regions import divide
+from protocols.wire.messages import Line, Needs
 
 LOW, HIGH = bytes(20), b"\xff" * 20
 

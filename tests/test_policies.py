@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from peer.branch import mend_branch
-from peer.gang import Mending
-from peer.policies import SHIPPED, Again, Policies, read_policy
-from peer.run import Run
-from peer.work import read_document
 from protocols.chemistry.notation import ChemistryError
-from protocols.entries import (
+from protocols.engine.alternatives import mend_branch
+from protocols.engine.gangs import Mending
+from protocols.engine.policies import SHIPPED, Again, Policies, read_policy
+from protocols.engine.run import Run
+from protocols.engine.work import read_document
+from protocols.wire.entries import (
     AttemptsFinished,
     AttemptsLost,
     AttemptsStarted,
@@ -23,7 +23,7 @@ from protocols.entries import (
     StartedAttempt,
     TasksReopened,
 )
-from protocols.messages import AttemptKey, Outcome
+from protocols.wire.messages import AttemptKey, Outcome
 from tests.conftest import Cluster
 from workflow.problems import DocumentError
 

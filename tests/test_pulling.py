@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from master.queue import OTHERS_S, QueueHome
-from peer.run import Run
 from protocols.config import LAN
-from protocols.messages import (
+from protocols.engine.run import Run
+from protocols.wire.messages import (
     Capacity,
     Contact,
     Member,
@@ -23,7 +23,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
-from protocols.rpc import Refused
+from protocols.wire.rpc import Refused
 from sim.host import QueueHost
 from sim.loop import run_out
 from sim.network import Network

@@ -16,9 +16,8 @@ import pytest
 from chaos import losses
 from chaos.processes import committed
 from chaos.queues import Queue, work
+from tests.conftest import Cluster, wait_for
 from valence.client import Client, Problem, Unreachable
-
-from .conftest import Cluster, wait_for
 
 
 @pytest.fixture

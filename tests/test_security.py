@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from peer import doors, sandbox, tokens
+from peer import limits as doors
+from peer import sandbox, tokens
 from peer.daemon import FAILURES_MAX
-from peer.doors import Doors, Rates
 from peer.http import STREAMS_PER_OWNER_MAX
+from peer.limits import Doors, Rates
 from peer.seal import Dropped, Seal
+from tests.conftest import VALENCE
 from valence.client import Client, Problem
-
-from .conftest import VALENCE
 
 
 def token(cluster: Any, owner: str, scope: str, *more: str) -> str:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from peer.answers import Problem
-from peer.home import Home
-from peer.run import Run
-from protocols.entries import Ended, KeepersChosen, Submitted
-from protocols.keeping.keeping import Lead
-from protocols.keeping.replica import Replica, next_epoch
-from protocols.keeping.tending import Tending
-from protocols.messages import Candidacy, Contact, Elect, Entry, Keep, Kept, Slice
-from protocols.strategy import Placed
+from protocols.consensus.keeping import Lead
+from protocols.consensus.membership_change import Tending
+from protocols.consensus.replica import Replica, next_epoch
+from protocols.engine.answers import Problem
+from protocols.engine.home import Home
+from protocols.engine.run import Run
+from protocols.strategies.base import Placed
+from protocols.wire.entries import Ended, KeepersChosen, Submitted
+from protocols.wire.messages import Candidacy, Contact, Elect, Entry, Keep, Kept, Slice
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
 from sim.world import FAULTS, Plan, World

@@ -15,7 +15,7 @@ from bench.papers.chemical.engine import Engine, id_of, react, task_molecule
 from bench.papers.chemical.space import STEP_S, Experiment, Node, Space
 from protocols.chemistry.molecules import Call, Compound, Solution, Symbol
 from protocols.chemistry.notation import read_molecule, show
-from protocols.messages import AttemptKey
+from protocols.wire.messages import AttemptKey
 from sim.loop import run_out
 
 Story = dict[str, Any]

@@ -24,7 +24,8 @@ from obstore.store import S3Store
 import peer.storage
 from peer.blobs import Blobs
 from peer.settings import Settings
-from peer.storage import Storage, StorageError
+from peer.storage import Storage
+from protocols.ports import StorageError
 from workflow.document import parse
 from workflow.problems import DocumentError
 

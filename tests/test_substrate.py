@@ -16,12 +16,14 @@ from pydantic import TypeAdapter
 from peer.identity import Identity, tls_contexts
 from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
 from peer.settings import SettingsError, load
-from protocols import matching
-from protocols.admission import Admission
-from protocols.codec import VERSION, Kind, Malformed, decode, encode, pack_member, read_member
+from protocols.capacity import matching
+from protocols.capacity.admission import Admission
 from protocols.config import LAN
-from protocols.members import Members, State, briefs
-from protocols.messages import (
+from protocols.membership.members import Members, State, briefs
+from protocols.strategies.base import Placed, Unit
+from protocols.strategies.probe.probe import Probe
+from protocols.wire.codec import VERSION, Kind, Malformed, decode, encode, pack_member, read_member
+from protocols.wire.messages import (
     BY_NUMBER,
     AttemptKey,
     Capacity,
@@ -37,8 +39,6 @@ from protocols.messages import (
     Traits,
     Vacancy,
 )
-from protocols.strategies.probe import Probe
-from protocols.strategy import Placed, Unit
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
 

@@ -15,11 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.admission import Admission
+from protocols.capacity.admission import Admission
+from protocols.capacity.matching import unmet
 from protocols.config import LAN, Config
-from protocols.matching import unmet
-from protocols.members import Members, State
-from protocols.messages import (
+from protocols.membership.members import Members, State
+from protocols.strategies.base import Placed, Unit
+from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.market import Market
+from protocols.strategies.tickets.owner import Owner
+from protocols.strategies.tickets.provider import Booth
+from protocols.strategies.tickets.space import NEAR, Space, depth
+from protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Claim,
@@ -34,13 +40,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
-from protocols.rpc import Unreachable
-from protocols.strategies.tickets.booth import Booth
-from protocols.strategies.tickets.claims import Tickets
-from protocols.strategies.tickets.market import Market
-from protocols.strategies.tickets.owner import Owner
-from protocols.strategies.tickets.space import NEAR, Space, depth
-from protocols.strategy import Placed, Unit
+from protocols.wire.rpc import Unreachable
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer
 

@@ -23,7 +23,7 @@ ARROWS = {
 }
 PURE = ("workflow", "protocols")
 IMPURE = {
-    "aiohttp", "ctypes", "fcntl", "http", "io", "logging", "multiprocessing", "os", "pathlib",
+    "aiohttp", "concurrent", "ctypes", "fcntl", "http", "io", "multiprocessing", "os", "pathlib",
     "secrets", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl", "subprocess", "sys",
     "tempfile", "threading", "time", "urllib", "uuid",
 }  # fmt: skip
@@ -65,6 +65,14 @@ def test_pure_layers_use_no_global_randomness_and_no_files(layer: str) -> None:
                 name = ast.unparse(node.func)
                 assert name != "open", path
                 assert not name.startswith("random.") or name == "random.Random", path
+
+
+@pytest.mark.parametrize("layer", PURE)
+def test_pure_layers_name_a_logger_and_leave_to_others_where_it_writes(layer: str) -> None:
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "logging":
+                assert node.attr == "getLogger", path
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peer.policies import policy_problem
+from protocols.engine.policies import policy_problem
 from workflow import document, tree, wfformat
 from workflow.problems import DocumentError, Problem
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..members import Members
+from ..membership.members import Members
 from ..records import Records, key_of
 
 TELL_S = 0.2

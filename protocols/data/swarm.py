@@ -22,12 +22,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..members import Members
-from ..messages import Chunk, Contact, File, OpenBlob, OpenedBlob, ReadChunk
-from ..rpc import CallFailed, Refused, Rpc
-from . import sheet as sheets
+from protocols.data import chunk_manifest as sheets
+
+from ..membership.members import Members
+from ..wire.messages import Chunk, Contact, File, OpenBlob, OpenedBlob, ReadChunk
+from ..wire.rpc import CallFailed, Refused, Rpc
 from .cache import BlobError, Room
-from .sheet import Chunks, Sheet
+from .chunk_manifest import Chunks, Sheet
 
 AT_ONCE = 8  # chunks on the way, of one file
 AT_SOURCE = 4

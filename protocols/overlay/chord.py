@@ -16,8 +16,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 
-from ..messages import ID_BYTES, Contact, FindPeers, FoundPeers
-from ..rpc import CallFailed
+from ..wire.messages import ID_BYTES, Contact, FindPeers, FoundPeers
+from ..wire.rpc import CallFailed
 from .kademlia import Overlay, Routes, Way
 from .table import STRIKES_MAX
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from ..config import Config
-from ..messages import Ack, Contact, FindPeers, FoundPeers, Ping
-from ..rpc import CallFailed, Rpc
+from ..wire.messages import Ack, Contact, FindPeers, FoundPeers, Ping
+from ..wire.rpc import CallFailed, Rpc
 from .lookup import Lookup
 from .table import Table, distance
 

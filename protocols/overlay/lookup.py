@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..messages import Contact
+from ..wire.messages import Contact
 from .table import distance
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from kademlia.node import Node
 from kademlia.routing import KBucket, RoutingTable
 
-from ..messages import ID_BYTES, Contact
+from ..wire.messages import ID_BYTES, Contact
 
 #: unanswered calls in a row before a contact is dropped
 STRIKES_MAX = 3

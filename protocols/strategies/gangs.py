@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from ..capacity.matching import explain, unmet
 from ..config import Config
-from ..matching import explain, unmet
-from ..members import Members, State
-from ..messages import (
+from ..membership.members import Members, State
+from ..wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
@@ -37,8 +37,8 @@ from ..messages import (
     ReturnLeases,
     Room,
 )
-from ..rpc import CallFailed, Refused, Rpc
-from ..strategy import Estimate, OnPlaced, Placed, Placement, Unit
+from ..wire.rpc import CallFailed, Refused, Rpc
+from .base import Estimate, OnPlaced, Placed, Placement, Unit
 
 #: beyond as many as are needed, of those asked at a time: some will be busy
 SPARE = 2

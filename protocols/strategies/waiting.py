@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..admission import NO_DEADLINE_S
-from ..messages import AttemptKey, Needs
-from ..strategy import Estimate, Unit
+from ..capacity.admission import NO_DEADLINE_S
+from ..wire.messages import AttemptKey, Needs
+from .base import Estimate, Unit
 from .shares import Shares
 
 #: how far down a group a unit is looked for that suits a peer better

@@ -21,9 +21,9 @@ from protocols.chemistry.expressions import Function
 from protocols.chemistry.molecules import Call, Compound, Molecule, Solution, Symbol
 from protocols.chemistry.notation import read_molecule, read_rules, show
 from protocols.chemistry.reactor import Reactor
-from protocols.members import Members
-from protocols.messages import AttemptKey, Contact, Done, Key, Message, Natural, Word, numbered
-from protocols.rpc import Rpc
+from protocols.membership.members import Members
+from protocols.wire.messages import AttemptKey, Contact, Done, Key, Message, Natural, Word, numbered
+from protocols.wire.rpc import Rpc
 
 CALL_S = 30.0
 ALGORITHM_2 = read_rules(

@@ -22,11 +22,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocols.admission import Admission
+from protocols.capacity.admission import Admission
 from protocols.config import LAN
-from protocols.liveness import Liveness
-from protocols.members import Members
-from protocols.messages import (
+from protocols.membership.liveness import Liveness
+from protocols.membership.members import Members
+from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
+from protocols.strategies.base import Placed, Unit
+from protocols.strategies.chemical.chemical import Chemical
+from protocols.strategies.chemical.holder import USED_STEPS
+from protocols.strategies.chemical.layer import Layer
+from protocols.strategies.chemical.questions import Questions
+from protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -42,13 +48,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
-from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
-from protocols.rpc import Rpc
-from protocols.strategies.chemical.chemical import Chemical
-from protocols.strategies.chemical.holder import USED_STEPS
-from protocols.strategies.chemical.layer import Layer
-from protocols.strategies.chemical.questions import Questions
-from protocols.strategy import Placed, Unit
+from protocols.wire.rpc import Rpc
 from sim.loop import run_out
 from sim.network import Faults, Network
 

@@ -8,8 +8,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from protocols.messages import Line, Message, Needs, TaskList
 from protocols.strategies.pilots.pilot import HIGH, LOW
+from protocols.wire.messages import Line, Message, Needs, TaskList
 from sim.loop import run_out
 from sim.network import Faults, Network
 

@@ -19,13 +19,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from master.queue import QueueHome
-from peer.enactment import Enactment
-from peer.transfer import Transfer, Unavailable
-from protocols.codec import pack_member
+from peer.journal_storage import JournalStorage
+from peer.outbox_storage import OutboxStorage
 from protocols.config import LAN, Config
 from protocols.data.cache import Room
-from protocols.members import Members, believe
-from protocols.messages import (
+from protocols.data.transfer import Transfer, Unavailable
+from protocols.engine.enactment import Enactment
+from protocols.membership.members import Members, believe
+from protocols.overlay.overlays import MADE_BY
+from protocols.records import Records
+from protocols.wire.codec import pack_member
+from protocols.wire.messages import (
     BlobPart,
     Capacity,
     Contact,
@@ -37,9 +41,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
-from protocols.overlay.overlays import MADE_BY
-from protocols.records import Records
-from protocols.rpc import CallFailed, Rpc
+from protocols.wire.rpc import CallFailed, Rpc
 from sim.disk import Platter, SimDatabase
 from sim.files import SimBlobs, SimWorkshop
 from sim.host import QueueHost
@@ -139,20 +141,21 @@ class Node:
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = SimBlobs(Platter())
         self.transfer = Transfer(
-            self.rpc, self.blobs, members, self.records, self._clock, random.Random(seed),  # type: ignore[arg-type]
+            self.rpc, self.blobs, members, self.records, self._clock, random.Random(seed),
         )  # fmt: skip
         self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
-        platter = Platter()
+        database = SimDatabase(Platter(), random.Random(seed))
         nobody = SimpleNamespace(stir=lambda: None, suspect=lambda *_: None, watched=None)
         self.enactment = Enactment(
             rpc=self.rpc,
             members=members,
             liveness=nobody,  # type: ignore[arg-type]
             records=self.records,
-            database=SimDatabase(platter, random.Random(seed)),  # type: ignore[arg-type]
-            blobs=self.blobs,  # type: ignore[arg-type]
+            journals=JournalStorage(database, self._clock),
+            outbox=OutboxStorage(database, self._clock),
+            blobs=self.blobs,
             transfer=self.transfer,
-            workshop=self.workshop,  # type: ignore[arg-type]
+            workshop=self.workshop,
             clock=self._clock,
             rng=rng,
             config=config,

@@ -18,11 +18,16 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from protocols.admission import Admission
+from protocols.capacity.admission import Admission
+from protocols.capacity.matching import unmet
 from protocols.config import LAN, Config
-from protocols.matching import unmet
-from protocols.members import Members
-from protocols.messages import (
+from protocols.membership.members import Members
+from protocols.strategies.base import Placed, Placement, Strategy, Unit
+from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.owner import Owner
+from protocols.strategies.tickets.provider import Booth
+from protocols.strategies.tickets.space import Space
+from protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -38,12 +43,7 @@ from protocols.messages import (
     Traits,
     Work,
 )
-from protocols.rpc import Rpc
-from protocols.strategies.tickets.booth import Booth
-from protocols.strategies.tickets.claims import Tickets
-from protocols.strategies.tickets.owner import Owner
-from protocols.strategies.tickets.space import Space
-from protocols.strategy import Placed, Placement, Strategy, Unit
+from protocols.wire.rpc import Rpc
 from sim.loop import run_out
 from sim.network import Network
 

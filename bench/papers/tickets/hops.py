@@ -14,10 +14,10 @@ from bisect import bisect_left
 from statistics import mean
 
 from protocols.config import LAN
-from protocols.messages import Contact, FindPeers, FoundPeers
 from protocols.overlay.kademlia import Overlay, Way
 from protocols.overlay.table import distance
-from protocols.rpc import Rpc
+from protocols.wire.messages import Contact, FindPeers, FoundPeers
+from protocols.wire.rpc import Rpc
 from sim.loop import run_out
 from sim.network import Network
 

@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...capacity.matching import explain, unmet
 from ...config import Config
-from ...matching import explain, unmet
-from ...members import Members
-from ...messages import (
+from ...membership.members import Members
+from ...tasks import Tasks
+from ...wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
@@ -33,9 +34,8 @@ from ...messages import (
     ReturnLeases,
     Room,
 )
-from ...rpc import CallFailed, Rpc
-from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
-from ...tasks import Tasks
+from ...wire.rpc import CallFailed, Rpc
+from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..waiting import Group, GroupKey, Waiting
 from .layer import Layer
 from .questions import Questions

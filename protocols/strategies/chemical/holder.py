@@ -18,9 +18,9 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
+from ...capacity.matching import slots
 from ...config import Config
-from ...matching import slots
-from ...messages import Capacity, Meta, Needs
+from ...wire.messages import Capacity, Meta, Needs
 from ..shares import Shares
 from .scale import order
 

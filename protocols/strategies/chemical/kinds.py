@@ -13,11 +13,11 @@ import math
 
 import msgpack
 
+from ...capacity.matching import unmet
 from ...config import Config
-from ...matching import unmet
-from ...members import Members
-from ...messages import Capacity, Member, Meta, Needs, Scale
+from ...membership.members import Members
 from ...overlay.chord import SIZE, clockwise
+from ...wire.messages import Capacity, Member, Meta, Needs, Scale
 from .holder import Stretch
 from .scale import key, order_at
 

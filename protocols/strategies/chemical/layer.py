@@ -22,13 +22,14 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from ...codec import Kind as Envelope
-from ...codec import Malformed, decode, encode
+from ...capacity.matching import unmet
 from ...config import Config
-from ...liveness import Liveness
-from ...matching import unmet
-from ...members import Members, State
-from ...messages import (
+from ...membership.liveness import Liveness
+from ...membership.members import Members, State
+from ...tasks import Tasks
+from ...wire.codec import Kind as Envelope
+from ...wire.codec import Malformed, decode, encode
+from ...wire.messages import (
     Appeared,
     Arouse,
     Contact,
@@ -46,8 +47,7 @@ from ...messages import (
     Ticket,
     Unwished,
 )
-from ...rpc import CallFailed, Rpc
-from ...tasks import Tasks
+from ...wire.rpc import CallFailed, Rpc
 from .holder import ROOM, alike, rest_of, room, used_of
 from .kinds import ALL, Kind
 from .scale import FIRST, STEPS, TOP, fit, key, order, skew

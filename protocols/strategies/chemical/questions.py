@@ -20,12 +20,12 @@ import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 
+from ...capacity.matching import unmet
 from ...config import Config
-from ...matching import unmet
-from ...members import Members, State
-from ...messages import Contact, Done, Found, Needs, Range, Ranged, ReturnLeases
-from ...rpc import CallFailed, RoundTrip, Rpc
+from ...membership.members import Members, State
 from ...tasks import Tasks
+from ...wire.messages import Contact, Done, Found, Needs, Range, Ranged, ReturnLeases
+from ...wire.rpc import CallFailed, RoundTrip, Rpc
 from .holder import Wish, room
 from .kinds import Kind, kind_of
 from .layer import Layer

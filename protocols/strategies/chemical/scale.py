@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ...messages import Scale
 from ...overlay.chord import SIZE
+from ...wire.messages import Scale
 
 STEPS = 1000
 TOP = STEPS + 1.0

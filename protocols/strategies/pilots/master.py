@@ -24,10 +24,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from ...capacity.matching import plus, slots, unmet
 from ...config import Config
-from ...matching import plus, slots, unmet
-from ...members import Members, State
-from ...messages import (
+from ...membership.members import Members, State
+from ...wire.messages import (
     Assign,
     Bid,
     Capacity,
@@ -43,7 +43,7 @@ from ...messages import (
     UnitsPosted,
     Wanting,
 )
-from ...rpc import Rpc
+from ...wire.rpc import Rpc
 from ..shares import Shares
 from .assignment import Ranks, assign
 from .listing import List

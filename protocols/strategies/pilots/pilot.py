@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ...capacity.matching import plus, slots, unmet
 from ...config import Config
-from ...matching import plus, slots, unmet
-from ...members import Members
-from ...messages import (
+from ...membership.members import Members
+from ...tasks import Tasks
+from ...wire.messages import (
     ID_BYTES,
     Assign,
     Bid,
@@ -42,9 +43,8 @@ from ...messages import (
     TaskListed,
     Ticket,
 )
-from ...rpc import CallFailed, Rpc
-from ...tasks import Tasks
-from ..room import is_more
+from ...wire.rpc import CallFailed, Rpc
+from ..advertise import is_more
 from .listing import Copy
 from .ranking import ranking
 from .regions import Region, divide

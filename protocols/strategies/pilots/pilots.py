@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...capacity.matching import explain
 from ...config import Config
-from ...matching import explain
-from ...members import Members
-from ...messages import (
+from ...membership.members import Members
+from ...wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
@@ -37,9 +37,9 @@ from ...messages import (
     UnitsPosted,
     Wanting,
 )
-from ...rpc import CallFailed, Rpc
-from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
-from ..here import place_here
+from ...wire.rpc import CallFailed, Rpc
+from ..base import Estimate, OnPlaced, Placed, Placement, Unit
+from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
 from .site import Site
 

@@ -7,8 +7,8 @@ tasks twice over; only the pilots' own leases count, and what is left over is gi
 
 from __future__ import annotations
 
-from ...members import Members
-from ...messages import Member
+from ...membership.members import Members
+from ...wire.messages import Member
 
 
 class Site:

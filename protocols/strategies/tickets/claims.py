@@ -23,10 +23,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...capacity.matching import explain
 from ...config import Config
-from ...matching import explain
-from ...members import Members
-from ...messages import (
+from ...membership.members import Members
+from ...wire.messages import (
     AttemptKey,
     Capacity,
     Claim,
@@ -39,9 +39,9 @@ from ...messages import (
     ReturnLeases,
     Shortfall,
 )
-from ...rpc import CallFailed, Rpc
-from ...strategy import Estimate, OnPlaced, Placed, Placement, Unit
-from ..here import place_here
+from ...wire.rpc import CallFailed, Rpc
+from ..base import Estimate, OnPlaced, Placed, Placement, Unit
+from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
 from .space import Cell, Reach, Space
 

@@ -27,10 +27,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...admission import NO_DEADLINE_S
+from ...capacity.admission import NO_DEADLINE_S
+from ...capacity.matching import plus, slots, unmet
 from ...config import Config
-from ...matching import plus, slots, unmet
-from ...messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
+from ...wire.messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
 from ..shares import Shares
 
 ClaimKey = tuple[bytes, int]  # its home, and the home's number for it

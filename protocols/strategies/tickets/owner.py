@@ -19,8 +19,9 @@ import random
 from collections import Counter, defaultdict
 
 from ...config import Config
-from ...members import Members, State
-from ...messages import (
+from ...membership.members import Members, State
+from ...tasks import Tasks
+from ...wire.messages import (
     Capacity,
     ClaimsPosted,
     Contact,
@@ -35,8 +36,7 @@ from ...messages import (
     Ticket,
     TicketPosted,
 )
-from ...rpc import CallFailed, Rpc
-from ...tasks import Tasks
+from ...wire.rpc import CallFailed, Rpc
 from .market import ClaimKey, Market, Match
 from .space import Space
 

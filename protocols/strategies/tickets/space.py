@@ -27,11 +27,11 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...capacity.matching import slots, unmet
 from ...config import Config
-from ...matching import slots, unmet
-from ...members import Members, State
-from ...messages import Capacity, Member, Needs, Traits
+from ...membership.members import Members, State
 from ...overlay.overlays import far
+from ...wire.messages import Capacity, Member, Needs, Traits
 
 #: counts within this share of a step between two numbers of shards are taken for both
 NEAR = 0.2

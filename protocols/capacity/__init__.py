@@ -1,0 +1,1 @@
+"""One peer's capacity: who gets it, in which turn, and what fits."""

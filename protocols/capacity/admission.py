@@ -1,0 +1,544 @@
+"""A peer's own decision about its own capacity: reserve → commit → release.
+
+Rules, and why nothing is ever over-booked:
+- Capacity is integers. What runs and what immediate leases hold never sums to more than there is.
+- A lease is for one unit and expires by itself, and falls with its home: one that dies after
+  reserving costs a few seconds of room at most. Committing an expired or unknown lease is refused.
+- An immediate lease begins to run when it is committed. A queued lease waits its turn in one queue,
+  earliest deadline first; units without a deadline count as due a fixed time after they came.
+- The queue is short (in seconds of estimated work): it hides a round trip, it is no backlog.
+- A unit at the queue's head that does not fit yet may be overtaken by smaller ones for a moment
+  only; then the peer drains for it. So a large unit never starves. `hold` asks for such a place.
+- Owners who are refused here take turns (`turns`), through whichever homes they ask.
+- A queued unit that has not begun in time is handed back, to be placed elsewhere.
+- A *gang* is a task that needs several peers at once; its home gathers leases for it. One that
+  holds keeps what comes free here until it has enough. Of two gangs the older has it, even if the
+  younger has a lease already: until it is committed, a lease is no promise. The order of two gangs
+  is the same at every peer; so they never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from ..config import Config
+from ..wire.messages import Capacity, GangTag, Grant, Room, Traits
+from .matching import plus, slots, unmet
+from .turns import Turns
+
+#: units without a deadline are due this long after they came: first come, first served
+NO_DEADLINE_S = 7 * 86400.0
+#: what a unit of unknown length counts for: nobody should queue behind it
+RUNTIME_S_UNKNOWN = 60.0
+#: how far down the queue a unit is looked for that fits beside one that does not
+BACKFILL_DEPTH = 32
+
+
+def _work(needs: Capacity, runtime_s: float | None) -> float:
+    """Core-seconds times a thousand."""
+    return needs.millicores * (RUNTIME_S_UNKNOWN if runtime_s is None else runtime_s)
+
+
+GangKey = tuple[bytes, int]  # its home, and the home's number for it
+
+
+@dataclass(slots=True)
+class _Gang:
+    """What one gang wants here: a lease, which it has or waits for."""
+
+    home: bytes
+    room: Room
+    tag: GangTag
+    expires_at: float
+    lease: int = 0  # 0: none yet
+    robbed: int = 0  # the lease that an older gang has taken from it
+
+    @property
+    def key(self) -> GangKey:
+        return self.home, self.tag.id
+
+    @property
+    def order(self) -> tuple[float, bytes, int]:
+        return self.tag.since, self.home, self.tag.id
+
+
+@dataclass(slots=True)
+class _Lease:
+    home: bytes
+    needs: Capacity
+    expires_at: float
+    queued: bool
+    runtime_s: float | None
+    due_at: float
+    hold: bool
+    gang: GangKey | None = None
+    owner: str | None = None
+
+    @property
+    def work(self) -> float:
+        return _work(self.needs, self.runtime_s)
+
+
+@dataclass(order=True, slots=True)
+class _Queued:
+    due_at: float
+    order: int
+    unit: Hashable = field(compare=False)
+    needs: Capacity = field(compare=False)
+    runtime_s: float | None = field(compare=False)
+    since: float = field(compare=False)
+    hand_back_at: float = field(compare=False)
+
+
+class Admission:
+    def __init__(self, capacity: Capacity, traits: Traits, config: Config) -> None:
+        self.capacity = capacity
+        self.traits = traits
+        self.closed = ""  # why nothing is accepted any more
+        self._config = config
+        self._free = capacity
+        self._leases: dict[int, _Lease] = {}
+        self._gangs: dict[GangKey, _Gang] = {}  # who was heard of longest ago first
+        self._running: dict[Hashable, tuple[Capacity, float]] = {}
+        self._running_work = 0.0
+        self._hand_back_at = math.inf  # no queued unit is to be handed back before
+        self._queue: list[_Queued] = []
+        self._queued: dict[Hashable, _Queued] = {}
+        # work that waits, in core-seconds times a thousand: kept as it changes, asked for often
+        self._queued_work = 0.0
+        self._leased_work = 0.0
+        self._queued_leases = 0
+        self._queued_cores = 0  # thousandths of them, that what is queued or may be will need
+        self._hold_leases = 0
+        self._wishes: dict[bytes, tuple[float, str | None]] = {}
+        self._turns = Turns(config.turn_s, config.turn_answer_s)
+        self._owners: dict[Hashable, tuple[str | None, int]] = {}  # of units, and what they hold
+        self.passed_over = False  # somebody had to leave room to another one: that one is told
+        self._next_lease = 1
+        self._order = 0
+
+    # ----------------------------------------------------------------- asking
+
+    def reserve(self, home: bytes, room: Room, now: float) -> Grant:
+        if room.runtime_s is not None and self.traits.speed not in (0.0, 1.0):
+            room = room._replace(runtime_s=room.runtime_s / self.traits.speed)  # as it is here
+        if self.closed:
+            return Grant(refusal=self.closed)
+        missing = unmet(self.capacity, self.traits, room.needs)
+        if missing:
+            return Grant(refusal="has no " + ", ".join(missing))
+        self.expire(now)
+        if room.gang is not None:
+            return self._reserve_gang(home, room, room.gang, now)
+        if self._awaited():
+            self._wish(home, room.owner, now)
+            return Grant(refusal="busy: kept for a task that needs several peers at once")
+        left = max(0, self._config.leases_max - len(self._leases))
+        count = min(room.count, left)
+        immediate = min(count, slots(self._free, room.needs.capacity))
+        if self._is_draining(now):
+            immediate = 0
+        queued, wait_s = 0, 0.0
+        needs = room.needs.capacity
+        most = self._turns.most(room.owner, needs.millicores, self._free, now)
+        others_turn = most is not None and immediate > most
+        if most is not None and others_turn:
+            immediate, self.passed_over = most, True
+        if immediate < count and (room.hold or (room.queue and most is None)):
+            queued, wait_s = self._queue_room(room, count - immediate)
+        ids = []
+        for index in range(immediate + queued):
+            ids.append(self._lease(home, room, index >= immediate, now))
+        refusal = ""
+        if immediate + queued < room.count:
+            busy = f"{len(self._running)} running, {len(self._queue)} queued"
+            refusal = f"no room for more: {busy}" if ids else f"busy: {busy}"
+            if others_turn:
+                refusal = "it is another owner's turn"
+            self._wish(home, room.owner, now)
+            self._turns.refused(room.owner, needs, now)
+        else:
+            self._turns.served(room.owner)
+        return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
+
+    def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
+        gang = self._gangs.pop((home, tag.id), None)
+        if gang is None:
+            gang = _Gang(home, room, tag, 0.0)
+            if len(self._gangs) >= self._config.gangs_max and not self._displaces(gang):
+                return Grant(refusal="busy: too many tasks that need several peers at once")
+        gang.expires_at = now + self._config.lease_ttl_s
+        gang.room = room
+        if gang.lease:  # it lives on, and is the last to expire again
+            lease = self._leases.pop(gang.lease)
+            lease.expires_at = gang.expires_at
+            self._leases[gang.lease] = lease
+        elif room.hold:
+            self._gangs[gang.key] = gang
+            self._serve_gangs(now)
+        elif self._fits(gang) and not self._awaited():
+            gang.lease = self._lease(home, room, False, now, gang.key)
+        if gang.lease or room.hold:
+            self._gangs[gang.key] = gang
+        if gang.lease:
+            return Grant(leases=(gang.lease,), held=True)
+        busy = f"busy: {len(self._running)} running, {len(self._queue)} queued"
+        if not room.hold:
+            self._wish(home, room.owner, now)
+        return Grant(refusal=busy, held=room.hold)
+
+    def _displaces(self, gang: _Gang) -> bool:
+        """An older one is never kept out by younger ones: the youngest of all goes."""
+        youngest = max(self._gangs.values(), key=lambda g: g.order)
+        return youngest.order > gang.order and self._disband(youngest.key)
+
+    def _fits(self, gang: _Gang) -> bool:
+        """Now. What is queued was promised to be soon, and goes first."""
+        full = len(self._leases) >= self._config.leases_max
+        return not self._queue and not full and slots(self._free, gang.room.needs.capacity) > 0
+
+    def _awaited(self) -> list[_Gang]:
+        """Gangs that hold, and have no lease yet: the oldest first. (There are seldom any.)"""
+        if not self._gangs:
+            return []
+        return sorted((g for g in self._gangs.values() if not g.lease), key=lambda g: g.order)
+
+    def _serve_gangs(self, now: float) -> list[bytes]:
+        """The homes of those that have a lease now."""
+        found = []
+        for gang in self._awaited():
+            if not self._fits(gang):
+                self._make_way(gang)
+            if not self._fits(gang):
+                break  # who is younger does not overtake it
+            gang.lease = self._lease(gang.home, gang.room, False, now, gang.key)
+            found.append(gang.home)
+        return found
+
+    def _make_way(self, gang: _Gang) -> None:
+        """Younger gangs that have not begun give their leases up, if that is enough."""
+        having = [g for g in self._gangs.values() if g.lease and g.order > gang.order]
+        having.sort(key=lambda g: g.order, reverse=True)
+        free = self._free
+        for count, younger in enumerate(having, 1):
+            free = plus(free, younger.room.needs.capacity)
+            if slots(free, gang.room.needs.capacity):
+                for loser in having[:count]:
+                    loser.robbed = loser.lease
+                    self._drop(loser.lease)
+                    if not loser.room.hold:
+                        self._disband(loser.key)
+                return
+
+    def meet_gangs(self, now: float) -> list[bytes]:
+        """Room came free: the homes of gangs that have a lease by that."""
+        return self._serve_gangs(now) if self._gangs else []
+
+    def _queue_room(self, room: Room, count: int) -> tuple[int, float]:
+        """How many may wait here, and the guess how long the last of them will."""
+        waiting = len(self._queue) + self._queued_leases
+        by_count = max(0, self._config.queue_units_max - waiting)
+        share = max(1, room.needs.capacity.millicores) / max(1, self.capacity.millicores)
+        ahead_s = self._backlog_s()
+        if room.hold:
+            holds = self._hold_leases + len(self._queue)
+            return min(1 if holds < self._config.holds_max else 0, count, by_count), ahead_s
+        if room.runtime_s is None:
+            return 0, ahead_s
+        each_s = max(1e-5, room.runtime_s * share)
+        by_time = max(0, int((self._config.queue_s_max - ahead_s) / each_s))
+        by_share = self._queue_share() // max(1, room.needs.capacity.millicores)
+        granted = min(count, by_count, max(by_time, by_share))
+        return granted, ahead_s + granted * each_s
+
+    def _queue_share(self) -> int:
+        """Thousandths of cores for which more may wait, however long it takes: of five units
+        that run one ends within a fifth of their time."""
+        return max(0, int(self._config.queue_share * self.capacity.millicores) - self._queued_cores)
+
+    def _backlog_s(self) -> float:
+        # an empty sum is nothing: sheds what rounding has left
+        self._queued_work = self._queued_work if self._queue else 0.0
+        self._leased_work = self._leased_work if self._leases else 0.0
+        self._running_work = self._running_work if self._running else 0.0
+        work = self._queued_work + self._leased_work + self._running_work
+        return work / max(1, self.capacity.millicores)
+
+    def _lease(
+        self, home: bytes, room: Room, queued: bool, now: float, gang: GangKey | None = None
+    ) -> int:
+        lease = self._next_lease
+        self._next_lease += 1
+        due_in = NO_DEADLINE_S if room.deadline_in_s is None else room.deadline_in_s
+        self._leases[lease] = made = _Lease(
+            home,
+            room.needs.capacity,
+            now + self._config.lease_ttl_s,
+            queued,
+            room.runtime_s,
+            now + due_in,
+            room.hold and queued,
+            gang,
+            room.owner,
+        )
+        self._count_lease(made, +1)
+        if not queued:
+            self._free = plus(self._free, room.needs.capacity, -1)
+        return lease
+
+    def _count_lease(self, lease: _Lease, sign: int) -> None:
+        self._queued_leases += sign * lease.queued
+        self._queued_cores += sign * lease.queued * lease.needs.millicores
+        self._hold_leases += sign * lease.hold
+        self._leased_work += sign * lease.work
+        self._turns.count(lease.owner, sign * lease.needs.millicores)
+
+    # ----------------------------------------------------------------- deciding
+
+    def commit(
+        self, home: bytes, lease_id: int, unit: Hashable, now: float, owner: str | None = None
+    ) -> str:
+        """`run` (it may begin), `wait` (it is queued), or why not."""
+        self.expire(now)
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.home != home:
+            for key in [k for k, g in self._gangs.items() if k[0] == home and g.robbed == lease_id]:
+                self._disband(key)  # its home took it for granted, and gathers anew
+            return "the lease has expired"
+        if unit in self._running or unit in self._queued:
+            return "it is here already"
+        del self._leases[lease_id]
+        self._count_lease(lease, -1)
+        if owner is not None:
+            self._owners[unit] = owner, lease.needs.millicores
+            self._turns.count(owner, lease.needs.millicores)
+        if lease.gang is not None:
+            del self._gangs[lease.gang]
+        if not lease.queued:
+            self._run(unit, lease.needs, lease.runtime_s)
+            return "run"
+        self._order += 1
+        # what was promised is at most the queue's length in time; this is several times that
+        long_s = 5 * self._config.queue_share * (lease.runtime_s or 0.0)
+        patience_s = max(self._config.patience_s, long_s)
+        entry = _Queued(
+            lease.due_at,
+            self._order,
+            unit,
+            lease.needs,
+            lease.runtime_s,
+            now,
+            now + (NO_DEADLINE_S if lease.hold else patience_s),
+        )
+        if self._queue and entry < self._queue[-1]:
+            bisect.insort(self._queue, entry)
+        else:  # mostly: who comes later is due later
+            self._queue.append(entry)
+        self._queued[unit] = entry
+        self._queued_work += _work(entry.needs, entry.runtime_s)
+        self._queued_cores += entry.needs.millicores
+        self._hand_back_at = min(self._hand_back_at, entry.hand_back_at)
+        return "wait"
+
+    def _run(self, unit: Hashable, needs: Capacity, runtime_s: float | None) -> None:
+        work = _work(needs, runtime_s)
+        self._running[unit] = (needs, work)
+        self._running_work += work
+
+    def _unqueue(self, entry: _Queued) -> None:
+        first = self._queue[0] is entry  # mostly
+        del self._queue[0 if first else bisect.bisect_left(self._queue, entry)]
+        del self._queued[entry.unit]
+        self._queued_work -= _work(entry.needs, entry.runtime_s)
+        self._queued_cores -= entry.needs.millicores
+
+    def starts(self, now: float) -> list[Hashable]:
+        """Queued units that may begin now; they count as running from here on."""
+        self.expire(now)
+        found: list[Hashable] = []
+        index = 0
+        while index < len(self._queue) and self._free.millicores > 0:
+            entry = self._queue[index]
+            if slots(self._free, entry.needs) > 0:
+                self._unqueue(entry)
+                self._free = plus(self._free, entry.needs, -1)
+                self._run(entry.unit, entry.needs, entry.runtime_s)
+                found.append(entry.unit)
+                continue
+            if index == 0 and now - entry.since > self._config.backfill_s_max:
+                break  # no more overtaking
+            index += 1
+            if index > BACKFILL_DEPTH:
+                break
+        return found
+
+    def release(self, unit: Hashable) -> bool:
+        """It ended, was cancelled, or is handed back; True if it was here."""
+        owner, millicores = self._owners.pop(unit, (None, 0))
+        self._turns.count(owner, -millicores)
+        if unit in self._running:
+            needs, work = self._running.pop(unit)
+            self._running_work -= work
+            self._free = plus(self._free, needs)
+            return True
+        entry = self._queued.get(unit)
+        if entry is not None:
+            self._unqueue(entry)
+        return entry is not None
+
+    def give_back(self, home: bytes, leases: tuple[int, ...], gangs: tuple[int, ...] = ()) -> None:
+        for lease_id in leases:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.home != home:
+                continue
+            if lease.gang is None or not self._disband(lease.gang):
+                self._drop(lease_id)
+        for id in gangs:
+            self._disband((home, id))
+
+    def _disband(self, key: GangKey) -> bool:
+        gang = self._gangs.pop(key, None)
+        if gang is not None and gang.lease:
+            self._drop(gang.lease)
+        return gang is not None
+
+    def forsake(self, home: bytes) -> bool:
+        """It is dead, or was started anew: what it reserved it will never use. True: so there is
+        more room now."""
+        if not (self._leases or self._gangs or self._wishes):
+            return False
+        dropped = [id for id, lease in self._leases.items() if lease.home == home]
+        for lease_id in dropped:
+            self._drop(lease_id)
+        gone = [self._disband(key) for key in list(self._gangs) if key[0] == home]
+        self._wishes.pop(home, None)
+        return bool(dropped or gone)
+
+    def expire(self, now: float) -> None:
+        self._turns.forget(now)
+        # leases live equally long, so the oldest expires first
+        while self._leases:
+            lease_id, lease = next(iter(self._leases.items()))
+            if lease.expires_at > now:
+                break
+            self._drop(lease_id)
+        while self._gangs:
+            key, gang = next(iter(self._gangs.items()))
+            if gang.expires_at > now:
+                return
+            self._disband(key)
+
+    def _drop(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id)
+        self._count_lease(lease, -1)
+        if lease.gang in self._gangs:
+            self._gangs[lease.gang].lease = 0
+        if not lease.queued:
+            self._free = plus(self._free, lease.needs)
+
+    def overdue(self, now: float) -> list[Hashable]:
+        """Queued units to hand back: what was promised to be soon was not."""
+        if now < self._hand_back_at:
+            return []
+        left = (q.hand_back_at for q in self._queue if q.hand_back_at > now)
+        self._hand_back_at = min(left, default=math.inf)
+        return [q.unit for q in self._queue if q.hand_back_at <= now]
+
+    def queued_units(self) -> list[Hashable]:
+        return [q.unit for q in self._queue]
+
+    # ----------------------------------------------------------------- telling
+
+    def _wish(self, home: bytes, owner: str | None, now: float) -> None:
+        self._wishes.pop(home, None)
+        if len(self._wishes) < self._config.vacancy_wishes_max:
+            self._wishes[home] = now + self._config.vacancy_ttl_s, owner
+
+    def take_wish(self, now: float) -> bytes | None:
+        """The home that was refused longest ago and still wants, if there is room to offer it; of
+        several owners' homes that of the one who holds least here."""
+        self.passed_over = False
+        if self._queue or self._free.millicores <= 0 or self.closed or self._awaited():
+            return None
+        while self._wishes:
+            home = next(iter(self._wishes))
+            if self._turns.contended:
+                home = min(self._wishes, key=lambda h: self._turns.held(self._wishes[h][1]))
+            until, owner = self._wishes.pop(home)
+            if until > now:
+                self._turns.told(owner, now)
+                return home
+        return None
+
+    @property
+    def free(self) -> Capacity:
+        return self._free
+
+    def on_offer(self, now: float) -> tuple[Capacity, float, int, int]:
+        """What `reserve` would grant now: room; seconds of work, and units, that may be queued, and
+        thousandths of cores for which any may."""
+        full = self.closed or len(self._leases) >= self._config.leases_max
+        if full or self._is_draining(now):
+            return Capacity(), 0.0, 0, 0
+        queue_s = max(0.0, self._config.queue_s_max - self._backlog_s())
+        waiting = len(self._queue) + self._queued_leases
+        units = max(0, self._config.queue_units_max - waiting)
+        return self._free, queue_s, units, self._queue_share()
+
+    def _is_draining(self, now: float) -> bool:
+        """For a gang, or for the unit at the head of the queue."""
+        if self._awaited():
+            return True
+        return bool(self._queue) and now - self._queue[0].since > self._config.backfill_s_max
+
+    @property
+    def leased(self) -> int:
+        """Room that was promised, and may be taken up any moment."""
+        return len(self._leases)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def next_event_at(self) -> float | None:
+        """When something changes by itself: a lease expires, or a unit is to be handed back."""
+        times = [next(iter(self._leases.values())).expires_at] if self._leases else []
+        if self._gangs:
+            times.append(next(iter(self._gangs.values())).expires_at)
+        if self._queue and self._hand_back_at < math.inf:
+            times.append(self._hand_back_at)
+        if self._wishes and self._turns.contended:
+            times.append(self._turns.next_at())
+        return min(times, default=None)
+
+    def sanity_check(self) -> None:
+        """What must hold after every step."""
+        used = self._free
+        for needs, _ in self._running.values():
+            used = plus(used, needs)
+        for lease in self._leases.values():
+            if not lease.queued:
+                used = plus(used, lease.needs)
+        assert used == self.capacity, f"capacity leaked: {used} of {self.capacity}"
+        assert min(self._free) >= 0, f"over-booked: {self._free}"
+        assert self._queue == sorted(self._queue), "the queue is out of order"
+        assert len(self._queue) == len(self._queued), "the queue and its index differ"
+        assert self._queued_leases == sum(lease.queued for lease in self._leases.values())
+        held: Counter[str] = Counter()
+        for lease in self._leases.values():
+            held.update({lease.owner: lease.needs.millicores} if lease.owner is not None else {})
+        for owner, millicores in self._owners.values():
+            held.update({owner: millicores} if owner is not None else {})
+        assert all(self._turns.held(owner) == count for owner, count in held.items())
+        assert len(self._owners) <= len(self._running) + len(self._queued)
+        tied = {lease.gang: id for id, lease in self._leases.items() if lease.gang is not None}
+        having = {key: gang.lease for key, gang in self._gangs.items() if gang.lease}
+        assert tied == having, "gangs and their leases differ"

@@ -1,0 +1,132 @@
+"""Gives placed units to the peers that have leased room for them, and ends what is not wanted.
+
+What goes to another peer goes only when the journal's entry about it counts; what this very peer
+runs falls with it and waits for nothing. A commit that gets no answer may have arrived or not: then
+the peer is asked (`given`). Commits travel in batches, bounded by count and bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..consensus.keeping import Deposed
+from ..strategies.base import Placed
+from ..wire.messages import (
+    Abort,
+    AttemptKey,
+    Commit,
+    Committed,
+    Contact,
+    Done,
+    ReturnLeases,
+    Work,
+)
+from ..wire.rpc import CallFailed, Refused, Rpc
+from .explain import FENCED
+from .outstanding import Given
+from .run import Run
+from .work import size_bytes
+
+log = logging.getLogger("valence.dispatch")
+
+COMMIT_WORKS_MAX = 500
+COMMIT_BYTES_MAX = 512 * 1024
+
+Refusals = list[tuple[AttemptKey, str]]
+
+
+class Dispatch:
+    def __init__(
+        self,
+        rpc: Rpc,
+        given: Given,
+        kept: Callable[[str], Awaitable[None]],
+        make: Callable[[Run, Placed], Work | None],
+        is_wanted: Callable[[Run, AttemptKey], bool],
+    ) -> None:
+        self.on_refused: Callable[[Refusals], None] = lambda refusals: None
+        self.on_too_large: Callable[[Run, list[str], str], None] = lambda run, tasks, why: None
+        self.on_fenced: Callable[[Run], None] = lambda run: None
+        self._rpc = rpc
+        self._given = given
+        self._kept = kept
+        self._make = make
+        self._is_wanted = is_wanted
+
+    def here(self, run: Run, rows: list[Placed]) -> None:
+        """By this very peer: nothing of it outlives a crash, so it waits for no disk."""
+        works = [work for one in rows if (work := self._make(run, one)) is not None]
+        if len(works) < len(rows):
+            wanted = {work.lease for work in works}
+            unused = tuple(one.lease for one in rows if one.lease not in wanted)
+            self._rpc.tell(self._rpc.me, ReturnLeases(leases=unused))
+        answer = self._rpc.ask_self(Commit.of(tuple(works)), Committed)
+        refused = [(w.key, "refused") for w in works] if answer is None else list(answer.refused)
+        self._refused(run, refused)
+
+    async def away(self, run: Run, rows: list[Placed]) -> None:
+        try:
+            await self._kept(run.id)
+            await self._send(run, rows)
+        except Deposed:
+            for one in rows:
+                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+        finally:
+            self._given.on_the_way.difference_update(one.unit.key for one in rows)
+
+    async def _send(self, run: Run, rows: list[Placed]) -> None:
+        works: dict[bytes, tuple[Contact, list[Work]]] = {}
+        for one in rows:
+            work = self._make(run, one)
+            if work is None:
+                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+            else:
+                works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+        if len(works) == 1:
+            for peer, found in works.values():
+                await self._commit(run, peer, found)
+        else:
+            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
+
+    async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
+        start = 0
+        while start < len(works):
+            end, size = start, 0
+            while end < len(works) and end - start < COMMIT_WORKS_MAX:
+                size += size_bytes(works[end])
+                if end > start and size > COMMIT_BYTES_MAX:
+                    break
+                end += 1
+            batch = works[start:end]
+            start = end
+            try:
+                answer = await self._rpc.call(peer, Commit.of(tuple(batch)), Committed)
+            except Refused as error:
+                if error.code == "size":
+                    tasks = [work.key.task for work in batch]
+                    self.on_too_large(run, tasks, f"it is too large to be sent: {error.text}")
+                else:
+                    self._refused(run, [(work.key, str(error)) for work in batch])
+            except CallFailed:
+                self._given.doubt(peer.id)  # it may have got it or not
+            else:
+                self._refused(run, list(answer.refused))
+                late = [w.key for w in batch if not self._is_wanted(run, w.key)]
+                if late:  # cancelled, or done elsewhere, while this was on its way
+                    self._given.drop(peer.id, late)
+                    await self.abort(peer, late, (run.id, run.epoch))
+
+    def _refused(self, run: Run, refused: Refusals) -> None:
+        if refused:
+            self.on_refused([(key, f"the peer refused it: {why}") for key, why in refused])
+        if any(why == FENCED for _, why in refused):
+            self.on_fenced(run)
+
+    async def abort(self, contact: Contact, keys: list[AttemptKey], epoch: tuple[str, int]) -> None:
+        message = Abort(keys=tuple(keys), reason="not needed", epochs=(epoch,))
+        try:
+            await self._rpc.call(contact, message, Done)
+        except CallFailed as error:  # it runs to its end there, and its outcome is ignored
+            log.info("%d attempts could not be ended: %s", len(keys), error)

@@ -1,0 +1,264 @@
+"""What a peer does with workflows, put together: the same parts in a daemon and in `sim/`.
+
+Its borders are handed in: calls to other peers, who is there, a disk, files, and a workshop that
+runs attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ..capacity.admission import Admission
+from ..config import Config
+from ..consensus.archive import Archive
+from ..consensus.election import Elections
+from ..consensus.keeping import Keeping
+from ..consensus.lines import Lines
+from ..consensus.membership_change import Tending
+from ..consensus.placement import is_queued
+from ..data.transfer import Transfer
+from ..membership.liveness import Liveness
+from ..membership.members import Members
+from ..ports import Blobs, JournalStorage, OutboxStorage, StorageElements, Workshop
+from ..records import Records
+from ..strategies.base import Placed, is_worth_reading
+from ..strategies.chemical.chemical import Chemical
+from ..strategies.chemical.layer import Layer
+from ..strategies.chemical.questions import Questions
+from ..strategies.gangs import Gangs
+from ..strategies.pilots.master import Master
+from ..strategies.pilots.pilot import Pilot
+from ..strategies.pilots.pilots import Pilots
+from ..strategies.pilots.site import Site
+from ..strategies.probe.probe import Probe
+from ..strategies.tickets.claims import Tickets
+from ..strategies.tickets.owner import Owner
+from ..strategies.tickets.provider import Booth
+from ..strategies.tickets.space import Space
+from ..wire.messages import Outcome
+from ..wire.rpc import Rpc
+from .answers import Answers
+from .executor import Executor
+from .gateway import Gateway
+from .home import Home
+from .journal import Journal
+from .locate import VOID_HOME, Locate
+from .relay import Exchange, Relay
+from .retention import Holds
+
+log = logging.getLogger("valence.peer")
+
+#: begins something that runs for as long as the peer does
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+HAND_ON_S_MIN = 1.0  # also if tasks took all of the grace
+
+
+class Enactment:
+    def __init__(
+        self,
+        *,
+        rpc: Rpc,
+        members: Members,
+        liveness: Liveness,
+        records: Records,
+        journals: JournalStorage,
+        outbox: OutboxStorage,
+        blobs: Blobs,
+        transfer: Transfer,
+        workshop: Workshop,
+        clock: Callable[[], float],
+        rng: random.Random,
+        config: Config,
+        storage: StorageElements | None = None,
+        exchange: Exchange | None = None,
+        home: type[Home] = Home,
+        gateway: type[Gateway] = Gateway,
+    ) -> None:
+        self.members = members
+        self._liveness = liveness
+        self.admission = Admission(members.me.capacity, members.me.traits, config)
+        self.executor = Executor(
+            rpc=rpc,
+            members=members,
+            admission=self.admission,
+            blobs=blobs,
+            workshop=workshop,
+            outbox=outbox,
+            clock=clock,
+            lease_ttl_s=config.lease_ttl_s,
+            gang_check_s=config.gang_check_s,
+        )
+        self.keeping = Keeping(rpc, members, journals, clock, rng, config)
+        self.journal = Journal(journals, self.keeping)
+        self.home = home(
+            rpc=rpc,
+            members=members,
+            records=records,
+            blobs=blobs,
+            transfer=transfer,
+            journal=self.journal,
+            clock=clock,
+            rng=rng,
+            storage=storage,
+        )
+        self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
+        self.home.use(self.probe)
+        self.gangs = Gangs(rpc, members, rng, config, clock, self.home.placed, self.home.estimate)
+        self.home.use(self.gangs)
+        self.space = Space(members, config)
+        self.owner = Owner(rpc, members, self.space, rng, config)
+        self.tickets = Tickets(
+            rpc, members, self.space, rng, config, self.home.placed, self.home.estimate
+        )
+        self.home.use(self.tickets)
+        executor = self.executor
+        self.booth = Booth(rpc, members, self.space, rng, config, executor.reserve, executor.ticket)
+        self.layer = Layer(rpc, members, liveness, rng, config, executor.ticket)
+        self.questions = Questions(rpc, members, self.layer, rng, config)
+        self.chemical = Chemical(
+            rpc, members, self.layer, self.questions, rng, config,
+            self.home.placed, self.home.estimate,
+        )  # fmt: skip
+        self.home.use(self.chemical)
+        self.site = Site(members)
+        self.pilot = Pilot(
+            rpc, members, self.site, rng, config,
+            executor.reserve, executor.ticket, lambda: blobs.cache.prefixes,
+        )  # fmt: skip
+        self.master = Master(rpc, members, self.site, self.pilot, rng, config)
+        self.pilots = Pilots(rpc, members, self.site, rng, config, self._placed, self.home.estimate)
+        self.home.use(self.pilots)
+        self.relay = Relay(rpc, members, self.site, self.pilots, rng, exchange)
+        self.home.relay = self.relay.report
+        self.home.still_held_elsewhere = self.relay.still_held
+        self.executor.on_room = self._room_changed
+        self.executor.on_made = self.pilot.made
+        self.executor.on_let_go = self._let_go
+        self.executor.on_consumed = self.layer.consumed
+        self.elections = Elections(self.keeping, self.home.take_up)
+        self.tending = Tending(self.keeping)
+        self.lines = Lines(self.keeping)
+        self.elections.meet = self.lines.look
+        self.archive = Archive(self.keeping, self.elections, self.lines)
+        answers = Answers(self.home, rpc, clock)
+        locate = Locate(rpc, members, records, self.journal)
+        stuck = answers.why_stuck = self.elections.stuck
+        self.gateway = gateway(rpc, members, self.home, answers, locate, rng, stuck)
+        self.executor.take_own = self._take_own
+        self._locate = locate
+        self.executor.find_home = self._find_home
+        self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, self.home.hand_on)
+        self._transfer = transfer
+        self.home.twins.find = locate.twin
+        self.home.given.on_first = liveness.stir
+        self.keeping.on_deposed = self.home.deposed
+        self.keeping.on_dropped = self.home.dropped
+        self.keeping.on_doubt = liveness.suspect
+        self.keeping.on_company = self._stir
+        liveness.watched = self._watched
+
+    def load(self) -> None:
+        """Before anybody is heard: what an earlier run of this peer left on its disk."""
+        self.keeping.load()
+        self.executor.load()
+
+    def settle(self) -> None:
+        """The others are known, or nobody answered for a while: go on with what was loaded."""
+        self.home.settle()
+        self.relay.settle()
+        self.elections.start()
+
+    def works(self) -> list[tuple[str, Work]]:
+        """What runs for as long as the peer does; should one fail, it is begun again."""
+        return [
+            ("probe", self.probe.run),
+            ("gangs", self.gangs.run),
+            ("ganged", self.executor.watch_gangs),
+            ("calls", self.executor.watch_calls),
+            ("claims", self.tickets.run),
+            ("cells", self.owner.run),
+            ("booth", self.booth.run),
+            ("layer", self.layer.run),
+            ("captures", self.chemical.run),
+            ("pilot", self.pilot.run),
+            ("master pilot", self.master.run),
+            ("pilots", self.pilots.run),
+            ("relay", self.relay.run),
+            ("relayed", self.relay.given.watch),
+            ("given", self.home.given.watch),
+            ("holds", self.holds.run),
+            ("catalog", self._transfer.run),
+            ("slow", self.home.slow.watch),
+            ("elections", self.elections.run),
+            ("tending", self.tending.run),
+            ("archive", self.archive.run),
+            ("lines", self.lines.run),
+        ]
+
+    def _take_own(self, ended: Outcome) -> bool:
+        taken = self.home.take_own(ended)
+        if taken:
+            self._let_go(ended)
+        return taken
+
+    def _let_go(self, ended: Outcome) -> None:
+        """Its home has heard of it."""
+        if is_worth_reading(ended.outputs):
+            self.pilot.heard()
+
+    def _room_changed(self) -> None:
+        self.booth.changed()
+        self.layer.changed()
+        self.pilot.changed()
+
+    def _placed(self, batch: list[Placed]) -> None:
+        """Of workflows whose home is here; or of tasks that were pulled from a queue."""
+        pulled = [one for one in batch if is_queued(one.unit.key.workflow)]
+        if pulled:
+            self.relay.placed(pulled)
+        if len(pulled) < len(batch):
+            self.home.placed([one for one in batch if not is_queued(one.unit.key.workflow)])
+
+    async def _find_home(self, workflow: str) -> bytes | None:
+        if is_queued(workflow) and self.relay.exchange is not None:
+            return self.site.master(self.site.name)
+        found = await self._locate.home(workflow)
+        return None if found == VOID_HOME else found
+
+    def _stir(self) -> None:
+        self._liveness.stir()
+        self.elections.stir()
+
+    def _watched(self) -> set[bytes]:
+        """Peers whose death would be this one's business: at work for it, keeping with it."""
+        given = (*self.home.given.peers(), *self.relay.given.peers())
+        return {*given, *self.keeping.company()}
+
+    async def leave(self, grace_s: float) -> None:
+        """Accept nothing, finish or hand back, get outcomes home, hand on what nobody else has."""
+        self.home.closed = self._transfer.closed = self.elections.closed = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        await self.executor.leave(grace_s)
+        limit_s = max(min(grace_s, HAND_ON_S_MIN), deadline - loop.time())
+        safe, left = await self.holds.hand_on(limit_s, self.executor.hurry)
+        if left:
+            log.info("%d files are nowhere else until this peer is back (%d are)", left, safe)
+
+    async def close(self) -> None:
+        await self.executor.close()
+        await self.holds.close()
+        await self.relay.close()
+        await self.home.close()
+        await self.owner.close()
+        await self.chemical.close()
+        await self.pilot.close()
+        await self.questions.close()
+        await self.layer.close()
+        await self.keeping.close()
+        await asyncio.sleep(0)

@@ -1,0 +1,163 @@
+"""What a workflow becomes on its way: its document read again, its needs, arguments and sizes in
+messages, its deadline as a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from functools import lru_cache
+
+import msgpack
+
+from protocols.wire import messages
+from workflow import document, quantities, tree, wfformat
+from workflow.model import Needs, Task, Workflow
+
+from ..strategies.base import Placed
+from ..strategies.pilots.ranking import problem as rank_problem
+from ..wire.messages import CHECKED_NEEDS, Argument, Capacity, File, Value, Work
+from .policies import policy_problem
+from .run import Run
+
+
+def size_bytes(work: Work) -> int:
+    """About how many bytes it takes in a message."""
+    values = [value for ref in work.references for value in ref.values]
+    return (
+        300
+        + len(work.arguments)
+        + sum(len(word) + 5 for word in work.command or ())
+        + sum(len(k) + len(v) + 10 for k, v in work.env)
+        + sum(len(value.data) + 150 for value in values)
+        + sum(len(file.name) + 120 for file in work.inputs)
+        + sum(len(name) + 5 for name in work.outputs)
+    )
+
+
+def pack_arguments(spec: Task) -> bytes:
+    packed: bytes = msgpack.packb([list(spec.args), dict(spec.kwargs)])
+    return packed
+
+
+@lru_cache(1000)
+def wire_needs(needs: Needs) -> messages.Needs:
+    """Checked: what can't be said in a message is refused with `ValidationError`."""
+    found = messages.Needs(
+        capacity=Capacity(
+            millicores=needs.millicores,
+            memory_bytes=needs.memory_bytes,
+            disk_bytes=needs.disk_bytes,
+            gpus=needs.gpus,
+        ),
+        arch=needs.arch,
+        os=needs.os,
+        site=needs.site,
+        speed=needs.speed,
+        labels=needs.labels,
+        software=needs.software,
+    )
+    return CHECKED_NEEDS.validate_python(found)
+
+
+def make_work(
+    run: Run, one: Placed, runtime_s: float | None, held_too: Callable[[File], File]
+) -> Work:
+    """A task as it is sent to the peer that runs it; `LookupError` if something it takes is gone.
+
+    `held_too` adds the holders that its home knows of."""
+    spec = run.spec(one.unit.key.task)
+    return Work(
+        key=one.unit.key,
+        lease=one.lease,
+        needs=one.unit.needs,
+        command=spec.command,
+        call=spec.call,
+        arguments=b"" if spec.call is None else pack_arguments(spec),
+        references=tuple(
+            Argument(
+                name=name,
+                many=ref.many,
+                values=tuple(_value(run, task, held_too) for task in ref.tasks),
+            )
+            for name, ref in spec.references.items()
+        ),
+        env=tuple(spec.env.items()),
+        inputs=tuple(held_too(_file(run, name)) for name in spec.inputs),
+        outputs=spec.outputs,
+        timeout_s=spec.timeout_s,
+        runtime_s=runtime_s,
+        network=spec.network,
+        epoch=run.epoch,
+        owner=run.owner[:64],
+    )
+
+
+def _file(run: Run, name: str) -> File:
+    file = run.file(name)
+    if file is None:
+        raise LookupError(f"input {name} is gone")
+    return file
+
+
+def _value(run: Run, task: str, held_too: Callable[[File], File]) -> Value:
+    value = run.value(task)
+    if value is None:
+        raise LookupError(f"the value of {task} is gone")
+    return value if value.file is None else value._replace(file=held_too(value.file))
+
+
+def deadline_at(run: Run) -> float | None:
+    """On the wall clock."""
+    return due_at(run.workflow, run.submitted_at)
+
+
+def due_at(workflow: Workflow, submitted_at: float) -> float | None:
+    text = workflow.deadline
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        pass
+    else:
+        return submitted_at + number
+    try:
+        return submitted_at + quantities.seconds(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+
+
+#: a document so short is read at once: a thread would take longer to begin; unless it has
+#: something that multiplies, or a word in it may be written in a way that is not seen here
+INLINE_BYTES_MAX = 4096
+#: what a few bytes may make many tasks or values of; but for a handful, which is no matter
+_MULTIPLIERS = (b"foreach", b"peers", b"&", b"\\")
+_MANY = re.compile(rb"foreach(?![\"']?\s*:\s*\d\s*[,}\n\r])")
+
+
+def is_much(text: bytes) -> bool:
+    """To read a document, or to make its workflow, may take long: that is done away from the loop,
+    whenever it is done."""
+    if len(text) > INLINE_BYTES_MAX:
+        return True
+    each, *others = (word in text for word in _MULTIPLIERS)
+    return any(others) or (each and _MANY.search(text) is not None)
+
+
+def read_document(text: bytes, options: dict[str, object]) -> Workflow:
+    """As it was submitted: our own document, or a WfFormat instance with its scales."""
+    value, lines = tree.read(text)
+    if wfformat.is_instance(value):
+        found = wfformat.parse(
+            value,
+            float(str(options.get("time_scale", 1.0))),
+            float(str(options.get("size_scale", 1.0))),
+        )
+    else:
+        found = document.from_value(
+            value, lines, policy_problem=policy_problem, rank_problem=rank_problem
+        )
+    strategy = options.get("strategy")
+    return found if strategy is None else replace(found, strategy=str(strategy))

@@ -1,0 +1,1 @@
+"""The baseline: ask a few peers at random, take the best offers."""

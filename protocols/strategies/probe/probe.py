@@ -1,0 +1,398 @@
+"""`probe`: ask a few known peers at random for room, take the best offers.
+
+The baseline, after batch sampling (Sparrow): what is placed is a batch, so a few peers are asked
+for many units at once, and the messages per unit fall with the size of the batch.
+
+Rules:
+- Units wait in groups (`waiting`); one message to a peer carries all groups' asks.
+- Only peers that could meet the needs when idle are asked. Enough of them for the batch, at
+  random, and no fewer than a handful, so that there is a choice.
+- Room that is free now is used first, on the peer with the most of it left; a place in a queue
+  only when every matching peer has been asked or has just refused.
+- Few enough units to fit where they were submitted are placed there, on the spot: that costs no
+  message and no wait.
+- A peer that refuses is left alone for a while that doubles, until it says that there is room.
+- A unit that has waited long asks peers to *hold* a place for it: no stream of small units keeps a
+  large one waiting for ever. Asks of groups that wait longest stand first in every message.
+- What was granted and not used is given back at once; answers that come late, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...capacity.matching import explain, slots, unmet
+from ...config import Config
+from ...membership.members import Members, State
+from ...wire.messages import (
+    AttemptKey,
+    Capacity,
+    Contact,
+    Grant,
+    Member,
+    Needs,
+    Offers,
+    Reserve,
+    ReturnLeases,
+    Room,
+)
+from ...wire.rpc import CallFailed, Rpc
+from ..base import Estimate, OnPlaced, Placed, Placement, Unit
+from ..local import place_here
+from ..waiting import Group, GroupKey, Waiting
+
+GROUPS_PER_ROUND = 32
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is remembered of a peer between rounds."""
+
+    quiet_until: float = 0.0
+    refused_in_a_row: int = 0
+
+
+@dataclass(slots=True)
+class _Offer:
+    member: Member
+    group: Group
+    now: list[int]
+    queued: list[int]
+    wait_s: float
+
+    def roominess(self) -> float:
+        return len(self.now) / max(1, slots(self.member.capacity, self.group.needs.capacity))
+
+
+class Probe:
+    name = "probe"
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        members: Members,
+        rng: random.Random,
+        config: Config,
+        on_placed: OnPlaced,
+        estimate: Estimate = lambda unit: unit.runtime_s,
+    ) -> None:
+        self._rpc = rpc
+        self._members = members
+        self._rng = rng
+        self._config = config
+        self._on_placed = on_placed
+        self._estimate = estimate
+        self._waiting = Waiting(estimate)
+        self._peers: dict[bytes, _Peer] = {}
+        self._asking = False
+        self._wake = asyncio.Event()
+        self._late: set[asyncio.Task[Offers]] = set()
+        members.listen(self._member_changed, at_stake=self._waiting.groups)
+
+    # ----------------------------------------------------------------- the interface
+
+    def add(self, units: Iterable[Unit]) -> None:
+        now = self._now()
+        self._waiting.add(units, now)
+        self._place_here()
+        if self._waiting:
+            self._wake.set()
+
+    def withdraw(self, keys: Iterable[AttemptKey]) -> None:
+        self._waiting.withdraw(keys)
+
+    def waiting_for(self, key: AttemptKey) -> str | None:
+        return self._waiting.reason(key)
+
+    def _member_changed(self, old: Member | None, new: Member) -> None:
+        self._wake.set()
+
+    def vacancy(self, peer: bytes, free: Capacity) -> None:
+        known = self._peers.get(peer)
+        if known is not None and free.millicores > 0:
+            known.quiet_until = 0.0
+            known.refused_in_a_row = 0
+        if self._waiting:
+            self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            wait_s = self._until_next()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            if self._waiting:
+                await self._round()
+
+    # ----------------------------------------------------------------- at home
+
+    def _place_here(self) -> None:
+        me = self._members.me
+        if self._asking or self._peer(me).quiet_until > self._now():
+            return
+        placed, short = place_here(
+            self.name, self._waiting, self._rpc, me, self._members.count, self._estimate
+        )
+        if short:
+            self._refused(self._peer(me), self._now())
+        if placed:
+            self._on_placed(placed)
+
+    # ----------------------------------------------------------------- a round
+
+    def _until_next(self) -> float | None:
+        """Until a peer may be asked again; for ever if nothing waits (a wake-up will come)."""
+        if not self._waiting:
+            return None
+        now = self._now()
+        times = [p.quiet_until - now for p in self._peers.values() if p.quiet_until > now]
+        return max(0.001, min([*times, self._config.probe_backoff_s_max]))
+
+    async def _round(self) -> None:
+        self._waiting.regroup()
+        now = self._now()
+        known = self._members.here()
+        asks: dict[bytes, list[tuple[Group, Room]]] = {}
+        listed = sorted(self._waiting.groups.values(), key=lambda g: g.order)
+        matching: dict[Needs, list[Member]] = {}
+        everyone: dict[GroupKey, bool] = {}
+        asking = 0
+        for group in listed:
+            if asking >= GROUPS_PER_ROUND:
+                break
+            fitting = [m for m in known if not unmet(m.capacity, m.traits, group.needs)]
+            matching[group.needs] = fitting
+            if not fitting:
+                group.reason = explain(known, group.needs) or "no peer is here"
+                continue
+            ready = [  # not those under suspicion: a round waits for all that it asks
+                m for m in fitting if m.state == State.ALIVE and self._peer(m).quiet_until <= now
+            ]
+            self._say_busy(group, fitting, now)
+            if not ready:
+                continue
+            asking += 1
+            chosen, rooms = self._choose(group, ready, now)
+            everyone[group.key] = len(chosen) == len(ready)
+            for member, room in zip(chosen, rooms, strict=True):
+                asks.setdefault(member.contact.id, []).append((group, room))
+        if not asks:
+            return
+        self._asking = True
+        try:
+            offers, asked = await self._ask(asks)
+        finally:
+            self._asking = False
+        self._assign(offers, asked, matching, everyone)
+
+    def _choose(
+        self, group: Group, ready: list[Member], now: float
+    ) -> tuple[list[Member], list[Room]]:
+        config = self._config
+        need = group.needs.capacity
+        each = sum(slots(m.capacity, need) for m in ready) / len(ready)
+        count = math.ceil(group.left / max(1.0, each)) + 2
+        count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
+        chosen = self._rng.sample(ready, count)
+        top = group.top
+        runtime_s, deadline_at = self._estimate(top), top.deadline_at
+        waited = now - group.oldest_at
+        hold = waited > config.probe_hold_after_s
+        fair = math.ceil(1.5 * group.left / count)
+        rooms = []
+        for member in chosen:
+            wanted = max(slots(member.capacity, need), fair if runtime_s is not None else 0)
+            rooms.append(
+                Room(
+                    needs=group.needs,
+                    count=max(1, min(group.left, wanted, config.probe_batch_max)),
+                    runtime_s=runtime_s,
+                    deadline_in_s=None if deadline_at is None else deadline_at - now,
+                    queue=runtime_s is not None and self._waiting.may_queue,
+                    hold=hold,
+                    owner=group.top.owner[:64],
+                )
+            )
+        return chosen, rooms
+
+    async def _ask(
+        self, asks: dict[bytes, list[tuple[Group, Room]]]
+    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
+        """Ask all at once; wait a little; late answers are given back."""
+        me = self._members.me
+        if list(asks) == [me.contact.id]:
+            rows = asks[me.contact.id]
+            message = Reserve(asks=tuple(room for _, room in rows))
+            mine = await self._rpc.call(me.contact, message, Offers)
+            return self._answers([(me, rows, mine)])
+        calls: dict[asyncio.Task[Offers], tuple[Member, list[tuple[Group, Room]]]] = {}
+        for peer, rows in asks.items():
+            member = self._members.get(peer)
+            if member is None:
+                continue
+            message = Reserve(asks=tuple(room for _, room in rows))
+            call = self._rpc.call(member.contact, message, Offers, self._config.lease_ttl_s / 2)
+            calls[asyncio.ensure_future(call)] = (member, rows)
+        done, late = await asyncio.wait(calls, timeout=self._config.probe_answer_s)
+        now = self._now()
+        asked: list[tuple[bytes, Group, int, str]] = []
+        answers: list[tuple[Member, list[tuple[Group, Room]], Offers]] = []
+        for task in [t for t in calls if t in late]:  # in the order of asking
+            member, rows = calls[task]
+            self._refused(self._peer(member), now)
+            asked.extend((member.contact.id, group, 0, "no answer yet") for group, _ in rows)
+            self._late.add(task)
+            task.add_done_callback(lambda t, to=member.contact: self._came_late(t, to))  # type: ignore[misc]
+        for task in [t for t in calls if t in done]:
+            member, rows = calls[task]
+            try:
+                answers.append((member, rows, task.result()))
+            except CallFailed as error:
+                self._refused(self._peer(member), now)
+                asked.extend((member.contact.id, g, 0, str(error)) for g, _ in rows)
+        offers, told = self._answers(answers)
+        return offers, asked + told
+
+    def _answers(
+        self, answers: list[tuple[Member, list[tuple[Group, Room]], Offers]]
+    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
+        now = self._now()
+        offers: list[_Offer] = []
+        asked: list[tuple[bytes, Group, int, str]] = []
+        for member, rows, answer in answers:
+            short = False
+            for (group, room), grant in zip(rows, answer.grants, strict=False):
+                short |= len(grant.leases) - grant.queued < room.count
+                asked.append((member.contact.id, group, len(grant.leases), grant.refusal))
+                offers.append(_offer(member, group, grant))
+                if not grant.leases:
+                    group.refusals.append(now)
+                    del group.refusals[:-1000]
+            if short:
+                self._refused(self._peer(member), now)
+            else:
+                self._peers.pop(member.contact.id, None)
+        return offers, asked
+
+    def _assign(
+        self,
+        offers: list[_Offer],
+        asked: list[tuple[bytes, Group, int, str]],
+        matching: dict[Needs, list[Member]],
+        everyone: dict[GroupKey, bool],
+    ) -> None:
+        placed: list[Placed] = []
+        unused: dict[bytes, tuple[Contact, list[int]]] = {}
+        for group in {id(o.group): o.group for o in offers}.values():
+            mine = [o for o in offers if o.group is group]
+            record = Placement(
+                self.name,
+                [(peer, granted, refusal) for peer, g, granted, refusal in asked if g is group],
+                matching=len(matching[group.needs]) if group.needs in matching else None,
+                known=len(self._members.here()),
+            )
+            placed.extend(self._take(group, mine, record, everyone[group.key]))
+            for offer in mine:
+                left = offer.now + offer.queued
+                if left:
+                    contact = offer.member.contact
+                    unused.setdefault(contact.id, (contact, []))[1].extend(left)
+        for contact, leases in unused.values():
+            self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
+        if placed:
+            self._on_placed(placed)
+        if self._waiting and any(
+            self._peer(m).quiet_until <= self._now()
+            for group in self._waiting.groups.values()
+            for m in matching.get(group.needs, ())
+        ):
+            self._wake.set()  # some have not been asked yet
+
+    def _take(
+        self, group: Group, offers: list[_Offer], record: Placement, everyone: bool
+    ) -> list[Placed]:
+        placed = []
+        now = self._now()
+        roomy = [(-o.roominess(), self._rng.random(), o) for o in offers if o.now]
+        heapq.heapify(roomy)
+        queues = sorted((o for o in offers if o.queued and everyone), key=lambda o: o.wait_s)
+        offering = sum(1 for o in offers if o.now or o.queued)
+        while group.left and (roomy or queues):
+            unit = self._waiting.pop(group)
+            if unit is None:
+                break
+            if roomy:
+                offer = self._best_for(unit, roomy)
+                lease = offer.now.pop(0)
+                if offer.now:
+                    heapq.heappush(roomy, (-offer.roominess(), self._rng.random(), offer))
+                record.why = record.why or f"most free of {offering} that offered room now"
+            else:
+                offer = queues[0]
+                lease = offer.queued.pop(0)
+                if not offer.queued:
+                    queues.pop(0)
+                record.why = f"all busy; shortest queue of {offering} that offered a place"
+            placed.append(Placed(unit, offer.member.contact, lease, record))
+        group.oldest_at = now if placed else group.oldest_at
+        self._waiting.forget_if_empty(group)
+        return placed
+
+    def _best_for(self, unit: Unit, roomy: list[tuple[float, float, _Offer]]) -> _Offer:
+        """The roomiest, but not one where it has failed before if there is another."""
+        skipped = []
+        best = heapq.heappop(roomy)
+        while best[2].member.contact.id in unit.avoid and roomy:
+            skipped.append(best)
+            best = heapq.heappop(roomy)
+        for entry in skipped:
+            heapq.heappush(roomy, entry)
+        return best[2]
+
+    # ----------------------------------------------------------------- small things
+
+    def _say_busy(self, group: Group, fitting: list[Member], now: float) -> None:
+        recent = [t for t in group.refusals if t > now - 2.0]
+        group.refusals = recent
+        peers = f"{len(fitting)} peer{'s' if len(fitting) != 1 else ''} match"
+        if all(m.state != State.ALIVE for m in fitting):
+            group.reason = f"{peers}, but no answer comes from any"
+        elif recent:
+            group.reason = f"{peers}, all busy, {len(recent)} refused in the last 2 s"
+        else:
+            group.reason = f"{peers}, being asked"
+
+    def _peer(self, member: Member) -> _Peer:
+        return self._peers.setdefault(member.contact.id, _Peer())
+
+    def _refused(self, peer: _Peer, now: float) -> None:
+        config = self._config
+        wait_s = config.probe_backoff_s_min * 2 ** min(10, peer.refused_in_a_row)
+        peer.refused_in_a_row += 1
+        jitter = 0.5 + self._rng.random()
+        peer.quiet_until = now + min(config.probe_backoff_s_max, wait_s) * jitter
+
+    def _came_late(self, task: asyncio.Task[Offers], to: Contact) -> None:
+        self._late.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            return
+        leases = tuple(lease for grant in task.result().grants for lease in grant.leases)
+        if leases:
+            self._rpc.tell(to, ReturnLeases(leases=leases))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _offer(member: Member, group: Group, grant: Grant) -> _Offer:
+    leases = list(grant.leases)
+    split = max(0, len(leases) - grant.queued)
+    return _Offer(member, group, leases[:split], leases[split:], grant.wait_s)

@@ -1,0 +1,1 @@
+"""What crosses the wire or lands in a journal: messages, entries, their encoding, and calls."""
