@@ -1,4 +1,4 @@
-"""Copies of journals on this peer's disk: what `protocols.keeping` writes and reads again.
+"""Copies of journals on this peer's disk: what `protocols.consensus` writes and reads again.
 
 While one batch is being written the next gathers, so a busy peer pays one sync for many entries of
 many journals; what nobody waits for (`soon`) goes with the next that somebody does, or after a

@@ -144,7 +144,7 @@ class Ledger:
         return self.stories[workflow, era]
 
     def lines(self, workflow: str) -> list[_Story]:
-        """In the order in which they hold, see `protocols.keeping.lines`: the first one does."""
+        """In the order in which they hold, see `protocols.consensus.lines`: the first one does."""
         found = [(era, s) for (name, era), s in self.stories.items() if name == workflow]
         ended = [s for era, s in sorted(found, key=lambda row: row[0]) if s.ended]
         others = [s for era, s in sorted(found, key=lambda row: -row[0]) if not s.ended]

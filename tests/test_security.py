@@ -76,10 +76,10 @@ def test_a_part_that_fails_is_begun_again_and_one_that_can_not_be_kept_ends_the_
 ) -> None:
     """A peer whose gossip always raises, with less patience than by default."""
     code = """
-import sys, peer.daemon, protocols.liveness
+import sys, peer.daemon, protocols.membership.liveness
 peer.daemon.RESTART_S_MIN = peer.daemon.RESTART_S_MAX = 0.01
 async def broken(self): raise RuntimeError("a bug")
-protocols.liveness.Liveness.gossip = broken
+protocols.membership.liveness.Liveness.gossip = broken
 from valence.cli import main
 sys.exit(main(["peer", "--data", sys.argv[1], "--http-port", "0", "--port", "0", "--root-tasks"]))
 """

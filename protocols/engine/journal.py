@@ -1,5 +1,5 @@
 """The journals of workflows, as their home and its users see them: entries in order, of which those
-count that a majority of the keepers has on disk (`protocols.keeping`)."""
+count that a majority of the keepers has on disk (`protocols.consensus`)."""
 
 from __future__ import annotations
 
