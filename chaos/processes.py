@@ -132,7 +132,7 @@ def committed(path: Path, workflow: str) -> Counter[str]:
     return found
 
 
-def until(condition: Callable[[], Any], within_s: float) -> Any:
+def until(condition: Callable[[], Any], within_s: float, every_s: float = 0.1) -> Any:
     deadline = time.monotonic() + within_s
     while True:
         with contextlib.suppress(Exception):
@@ -141,4 +141,4 @@ def until(condition: Callable[[], Any], within_s: float) -> Any:
                 return found
         if time.monotonic() > deadline:
             raise TimeoutError(f"not true within {within_s:g} s")
-        time.sleep(0.1)
+        time.sleep(every_s)

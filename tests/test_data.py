@@ -267,6 +267,43 @@ def test_bytes_are_counted_by_where_they_were() -> None:
     at(2, scenario)
 
 
+def test_a_peer_that_does_not_know_the_holder_yet_leaves_the_origin_in_peace() -> None:
+    """It has just joined; its home has given it work before it has heard of all others."""
+    data = data_of(200_000)
+
+    async def scenario(site: Site) -> None:
+        hash = await site.blobs[0].put(data)
+        late = SimPeer(site.network, 9)
+        blobs = SimBlobs(Platter())
+        transfer = Transfer(
+            late.rpc, blobs, late.members, late.records, lambda: 1.0, random.Random(9)
+        )  # type: ignore[arg-type]
+        asked: list[str] = []
+        other = data_of(500, 4)
+
+        async def from_origin(file: File, hold: str, room: Room) -> None:
+            asked.append(file.url)
+            blobs.keep(file.hash, other, hold, room)
+
+        transfer.from_origin = from_origin
+        fetching = asyncio.ensure_future(
+            transfer.fetch_all([File("f", hash, len(data), site.ids(0), "http://origin/f")])
+        )
+        await asyncio.sleep(0.2)
+        await late.join(site.peers[1])
+        assert (await fetching).moved == (0, len(data), 0)
+        # what another cluster holds is fetched at once from where the queue says it is
+        away = File("o", hashlib.sha256(other).digest(), 500, (b"?" * 20,), "queue:/v1/blobs/x")
+        began = asyncio.get_running_loop().time()
+        assert (await transfer.fetch_all([away])).moved == (0, 0, 500)
+        assert asyncio.get_running_loop().time() - began < 0.5
+        assert asked == ["queue:/v1/blobs/x"]
+        await transfer.close()
+        await late.close()
+
+    at(2, scenario)
+
+
 def test_the_catalog_names_holders_until_the_file_goes() -> None:
     async def scenario(site: Site) -> None:
         data = data_of(200_000)

@@ -45,7 +45,8 @@ RANGES_AT_ONCE = 4
 TRANSFERS_MAX = 16
 SMALL_BYTES = 64 * 1024  # several of them share a message
 BATCH_BLOBS = 256
-ORIGIN_AFTER = 4  # tries with peers, some seconds in all
+#: tries with peers, some seconds in all; fewer where nobody here knows the holders
+ORIGIN_AFTER, ORIGIN_AFTER_UNKNOWN = 4, 3
 COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
 #: what is smaller is fetched from where it was made, or made again: not worth a record
 RECORD_BYTES_MIN = 64 * 1024
@@ -295,11 +296,7 @@ class Transfer:
         """From peers; else from where it came from. Says which."""
         try:
             async with self._slots:
-                # holders that are only thought to be gone may be back in a moment; and where all
-                # readers turn to the origin at once, it serves them all
-                # (holders that nobody here knows are of another cluster: they can't be asked)
-                known = any(map(self._members.is_here, file.holders))
-                tries = ORIGIN_AFTER if known else 1
+                tries = self._tries(file)
                 for attempt in range(tries):
                     try:
                         await self.swarm.fetch(file, hold, room, self.catalog.find)
@@ -320,6 +317,16 @@ class Transfer:
                 return "origin"
         finally:
             self._blobs.cache.give_back(room)
+
+    def _tries(self, file: File) -> int:
+        """With peers, before its origin is asked: where all readers turn to that at once, it serves
+        them all. Holders that are only thought to be gone may be back in a moment, and a peer that
+        has just joined hears of them in a moment; those of a queue's file may be of another
+        cluster, and can't be asked."""
+        if any(map(self._members.is_here, file.holders)):
+            return ORIGIN_AFTER
+        unknown = any(self._members.get(peer) is None for peer in file.holders)
+        return ORIGIN_AFTER_UNKNOWN if unknown and not file.url.startswith("queue:") else 1
 
     # ----------------------------------------------------------------- for users
 
