@@ -275,7 +275,7 @@ class QueueHome(Home):
     def _is_alive(self, pilot: bytes) -> bool:
         return any(pilot in site.pilots for site in self.sites.values())
 
-    def _held_somewhere(self, file: File | None) -> bool:
+    def is_held(self, file: File | None) -> bool:
         if file is None:
             return False
         return file.hash in self._blobs or not self.sites or any(map(self._is_alive, file.holders))
@@ -291,7 +291,7 @@ class QueueHome(Home):
         for _, error in (await self._transfer.fetch_all([made], run.id)).errors:
             log.info("no copy of %s here: %s", made.name, error)
 
-    def _abort_at(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
+    def _abort(self, run: Run, peer: bytes, keys: Iterable[AttemptKey]) -> None:
         for site in self.sites.values():
             if site_id(site.name) == peer:
                 site.to_end.update(dict.fromkeys(keys))
@@ -330,7 +330,7 @@ class QueueHome(Home):
                     return file
         return None
 
-    def _could_run(self, run: Run, task: TaskState) -> set[bytes]:
+    def could_run(self, run: Run, task: TaskState) -> set[bytes]:
         return {site_id(name) for name in self.sites}
 
     # ----------------------------------------------------------------- being asked
@@ -392,7 +392,8 @@ class QueueHome(Home):
             gone = [key for key in self.given_to(site) if key not in held]
             self._lost([(k, f"it is not at site {site.name} any more") for k in gone], begun=False)
             for run in self.active():
-                self._place_ready(run)
+                with self._deciding(run) as decide:
+                    decide.place_ready()
         # who begins anew gets nothing: it may be a master of before, whose word was late
         units = [] if message.anew else self.pulled.take(site, min(WORKS_MAX, message.want))
         works = await self._give(site, units)
@@ -422,20 +423,17 @@ class QueueHome(Home):
         for pilot, ended in outcomes:
             if self.knows(ended.key.workflow):
                 made = tuple(file._replace(holders=(pilot,)) for file in ended.outputs)
-                await self._take_enclosed(ended)
+                await self.reception.keep_enclosed(ended)
                 by_run[ended.key.workflow].append(ended._replace(outputs=made, by=pilot))
             elif self.journal.keeping.follows(ended.key.workflow) is None:
                 kept.append(ended.key)
         for id, some in by_run.items():
             run = self._active.get(id)
             if run is not None:
-                self._take(run, site_id(site.name), [e for e in some if e.key.task in run.tasks])
-        counted = await asyncio.gather(*map(self._counts_now, by_run))
-        for counts, some in zip(counted, by_run.values(), strict=True):
-            if counts:
-                kept += [ended.key for ended in some]
-                site.done += len(some)
-        return kept
+                self.take(run, site_id(site.name), [e for e in some if e.key.task in run.tasks])
+        counted = await self.reception.counted(by_run)
+        site.done += len(counted)
+        return [*kept, *counted]
 
     async def _give(self, site: SiteState, units: list[Unit]) -> list[Work]:
         """Journaled before anybody hears of it."""
@@ -452,7 +450,8 @@ class QueueHome(Home):
             keys = [one.unit.key for one in rows]
             attempts = tuple(StartedAttempt(k.task, k.number, contact.id, 0) for k in keys)
             said = AttemptsStarted(placement=record.to_row(), attempts=attempts)
-            self._write(run, said)
+            with self._deciding(run) as decide:
+                decide.write(said)
         for id, rows in by_run.items():
             try:
                 await self.journal.kept(id)
@@ -481,7 +480,7 @@ class QueueHome(Home):
         )
 
     async def unheld(self, message: StillHeld) -> Unheld:
-        return await self._still_held(Contact(bytes(20), "", 0), message)
+        return await self.reception.still_held(Contact(bytes(20), "", 0), message)
 
     async def watch(self) -> None:
         """Sites that have fallen silent."""

@@ -15,7 +15,8 @@ from typing import Any
 import protocols.consensus.election
 import protocols.consensus.lines
 import protocols.consensus.replica
-import protocols.engine.home
+import protocols.engine.decisions
+import protocols.engine.judge
 from peer.journal_storage import JournalStorage
 from protocols.capacity.admission import Admission
 from protocols.consensus.archive import Archive
@@ -26,11 +27,13 @@ from protocols.consensus.membership_change import Tending
 from protocols.consensus.placement import new_id
 from protocols.consensus.replica import Replica, forced
 from protocols.engine.answers import Answers, Problem, _Document
+from protocols.engine.decisions import Decision
 from protocols.engine.executor import Executor
 from protocols.engine.gangs import Mending
 from protocols.engine.gateway import Gateway
 from protocols.engine.home import Home
 from protocols.engine.journal import Journal
+from protocols.engine.reception import Reception
 from protocols.engine.run import FINAL, Run
 from protocols.membership.members import State
 from protocols.wire.entries import InputsStaged
@@ -236,7 +239,7 @@ def outcomes_are_acknowledged_early() -> list[Patch]:
     async def hasty(self: Any, id: str) -> bool:
         return True
 
-    return [(Home, "_counts_now", hasty)]
+    return [(Reception, "counts_now", hasty)]
 
 
 @mutant
@@ -245,40 +248,39 @@ def results_are_used_before_they_count() -> list[Patch]:
 
     def hasty(self: Any, said: Any, at: float, epoch: int) -> None:
         apply(self, said, at, epoch)
-        counts_now(self, said)
+        committed(self, said)
 
-    counts_now = Run.counts_now
-    take = Home._take
+    committed = Run.committed
+    take = Decision.take
 
-    def go_on(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
-        take(self, run, peer, outcomes)
-        if self._active.get(run.id) is run:
-            self._place_ready(run)
+    def go_on(self: Any, peer: bytes, outcomes: Any) -> None:
+        take(self, peer, outcomes)
+        self.place_ready()
 
     return [
         (Run, "apply", hasty),
-        (Run, "counts_now", lambda *_: None),
-        (Home, "_take", go_on),
+        (Run, "committed", lambda *_: None),
+        (Decision, "take", go_on),
     ]
 
 
 @mutant
 def a_second_result_counts_too() -> list[Patch]:
-    return [(protocols.engine.home, "FINAL", frozenset())]
+    return [(protocols.engine.judge, "FINAL", frozenset())]
 
 
 @mutant
 def outcomes_of_no_attempt_count() -> list[Patch]:
-    take = Home._take
+    take = Decision.take
 
-    def lax(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
+    def lax(self: Any, peer: bytes, outcomes: Any) -> None:
         for ended in outcomes:
-            attempt = run.tasks[ended.key.task].attempt(ended.key.number)
+            attempt = self.run.tasks[ended.key.task].attempt(ended.key.number)
             if attempt is not None:
                 attempt.peer, attempt.epoch = peer, ended.epoch
-        take(self, run, peer, outcomes)
+        take(self, peer, outcomes)
 
-    return [(Home, "_take", lax)]
+    return [(Decision, "take", lax)]
 
 
 @mutant
@@ -318,22 +320,22 @@ def any_lease_is_good_enough() -> list[Patch]:
 
 @mutant
 def a_gang_goes_on_without_one() -> list[Patch]:
-    return [(protocols.engine.home, "mend", lambda run, gang: Mending())]
+    return [(protocols.engine.decisions, "mend", lambda run, gang: Mending())]
 
 
 @mutant
 def a_result_of_an_earlier_round_counts() -> list[Patch]:
     """As for a task that runs alone: any result of any attempt."""
-    take = Home._take
+    take = Decision.take
 
-    def lax(self: Any, run: Any, peer: bytes, outcomes: Any) -> None:
+    def lax(self: Any, peer: bytes, outcomes: Any) -> None:
         for ended in outcomes:
-            attempt = run.tasks[ended.key.task].attempt(ended.key.number)
+            attempt = self.run.tasks[ended.key.task].attempt(ended.key.number)
             if attempt is not None and attempt.state == "lost" and ended.kind == "ok":
                 attempt.state = "running"
-        take(self, run, peer, outcomes)
+        take(self, peer, outcomes)
 
-    return [(Home, "_take", lax)]
+    return [(Decision, "take", lax)]
 
 
 @mutant
@@ -531,14 +533,14 @@ def a_home_counts_what_it_does_not_have() -> list[Patch]:
 @mutant
 @shows("an input that was never agreed on")
 def inputs_are_used_before_they_count() -> list[Patch]:
-    write = Home._write
+    write = Decision.write
 
-    def hasty(self: Any, run: Any, said: Any, *more: Any, **others: Any) -> None:
-        write(self, run, said, *more, **others)
+    def hasty(self: Any, said: Any, *more: Any, **others: Any) -> None:
+        write(self, said, *more, **others)
         if isinstance(said, InputsStaged):
-            run.counts_now(said)
+            self.run.committed(said)
 
-    return [(Home, "_write", hasty)]
+    return [(Decision, "write", hasty)]
 
 
 @mutant

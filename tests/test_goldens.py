@@ -19,8 +19,8 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from protocols.engine.home import _rebuilt
 from protocols.engine.journal import Journal, recorded
+from protocols.engine.runs import rebuilt
 from protocols.wire import codec
 from protocols.wire.codec import Kind
 from protocols.wire.entries import BY_KIND, read
@@ -193,7 +193,7 @@ def replayed(id: str, rows: list[Entry]) -> list[str]:
     journal.storage = Kept(rows)  # type: ignore[assignment]
     document = journal.document(id)
     assert document is not None
-    run = _rebuilt((id, document, [recorded(row) for row in rows]))
+    run = rebuilt((id, document, [recorded(row) for row in rows]))
     assert run is not None
     told = [f"{id} {run.state} {run.reason or '-'} of {run.owner}, home {run.home.hex()[:8]}"]
     told.append(f"  keepers {' '.join(k.hex()[:8] for k in run.keepers)}")

@@ -15,10 +15,11 @@ import stat
 import sys
 import tempfile
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -53,9 +54,10 @@ from protocols.consensus.replica import (
 from protocols.consensus.storage import Write
 from protocols.data.cache import Cache, QuotaFull
 from protocols.engine.answers import Problem
-from protocols.engine.home import Home
 from protocols.engine.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
+from protocols.engine.reception import Reception
 from protocols.engine.run import Run
+from protocols.engine.runs import Runs
 from protocols.engine.work import is_much, read_document
 from protocols.strategies.base import Unit
 from protocols.strategies.pilots.ranking import problem, ranking
@@ -890,38 +892,42 @@ def test_what_a_term_stands_for_is_counted_before_it_is_made(rule: str) -> None:
 
 async def test_an_error_in_one_workflows_outcome_keeps_no_other_from_being_taken() -> None:
     """Outcomes of several workflows come in one message."""
-    taken, told = [], []
+    taken: list[str] = []
+    told: list[str] = []
 
-    class Faulty(Home):
-        def _take(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> None:
+    class Faulty:
+        def take(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> None:
             if run.id == "bad":
                 raise AssertionError("an error of ours")
             taken.append(run.id)
 
-        def _heard_of(self, peer: bytes, ended: Outcome) -> None:
+        def heard_of_room(self, peer: bytes, free: Capacity) -> None:
             pass
 
-        async def _counts_now(self, id: str) -> bool:
-            told.append(id)
-            return True
+    async def kept(id: str) -> None:
+        told.append(id)
 
-    home = Faulty.__new__(Faulty)
-    home.counts = Counter()
-    home._strategies = {}
+    journal: Any = SimpleNamespace(kept=kept)
+    counts: Counter[str] = Counter()
+    runs = Runs(journal)
     document = json.dumps({"name": "x", "tasks": {"t": {"command": ["true"]}}}).encode()
-    workflow = read_document(document, {})
-    home._active = {id: Run(id, workflow, 0.0, b"home") for id in ("bad", "good")}
-    home._ended = OrderedDict()
+    for id in ("bad", "good"):
+        runs.begin(Run(id, read_document(document, {}), 0.0, b"home"))
+    nothing: Any = SimpleNamespace(drop=lambda *_: None)
+    reception = Reception(
+        home=Faulty(), runs=runs, journal=journal, blobs=nothing, given=nothing, company=nothing,
+        copies=nothing, counts=counts,
+    )  # fmt: skip
     outcomes = tuple(
         Outcome(key=AttemptKey(id, "t", 1), kind="ok", queued_at=0.0, started_at=0.0, ended_at=0.0)
         for id in ("bad", "good")
     )
     sender = Contact(b"p" * 20, "127.0.0.1", 1)
-    answer = await home._report(sender, Report(outcomes=outcomes, free=Capacity()))
+    answer = await reception.report(sender, Report(outcomes=outcomes, free=Capacity()))
     assert taken == ["good"]
     assert told == ["good"]
     assert [key.workflow for key in answer.kept] == ["good"]
-    assert home.counts["errors"] == 1
+    assert counts["errors"] == 1
 
 
 # --------------------------------------------------------------------------- keepers that move

@@ -31,7 +31,7 @@ def run_of(text: str) -> Run:
 def won(run: Run, *names: str) -> None:
     ended = (Outcome(AttemptKey("w1", name, 1), "ok") for name in names)
     rows = tuple(FinishedAttempt(one, b"peer", "succeeded") for one in ended)
-    run.counts_now(AttemptsFinished(outcomes=rows))
+    run.committed(AttemptsFinished(outcomes=rows))
 
 
 def test_a_task_waits_for_the_whole_level_above_it() -> None:

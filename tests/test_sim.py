@@ -384,7 +384,8 @@ def test_what_is_made_again_while_its_reader_is_on_its_way_is_read_when_it_count
         async def late(run: Run, rows: list[Placed]) -> None:
             if not met and any(row.unit.key.task == "t1.0" for row in rows):
                 met.append(run.id)
-                home._reopen(run, [("t0.0", "its holder died")])
+                with home._deciding(run) as decide:
+                    decide.reopen([("t0.0", "its holder died")])
                 while run.tasks["t0.0"].state != "succeeded":
                     await asyncio.sleep(0.0002)
                 assert run.tasks["t1.0"].missing, "it does not count yet"

@@ -171,10 +171,12 @@ class Keeping:
         said: Journaled,
         soon: bool = False,
         then: Then | None = None,
+        at: float | None = None,
     ) -> float:
-        """An entry's time. `then` is called when a majority has it; never, if that never is."""
+        """An entry's time: `at`, or now. `then` is called when a majority has it; never, if that
+        never is."""
         replica, lead = self.replicas[workflow], self.leads[workflow]
-        at = self._clock()
+        at = self._clock() if at is None else at
         entry = Entry(replica.count, lead.epoch, at, said.kind, said.packed())
         replica.add(entry)
         lead.tail.append(entry)

@@ -3,7 +3,7 @@
 Rules, kept by looking at the whole branch whenever one of its tasks has changed, or its home has:
 - What has succeeded in an earlier way counts no more, what runs in one is given up, what waits for
   a peer waits anew: with the needs of the new way.
-- A result counts only if its attempt was begun in the way that the branch is at (`Home._take`).
+- A result counts only if its attempt was begun in the way that the branch is at (`judge`).
 """
 
 from __future__ import annotations

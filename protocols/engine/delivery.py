@@ -19,7 +19,7 @@ from ..data.transfer import Transfer
 from ..ports import Blobs, StorageElements, StorageError
 from ..tasks import Tasks
 from ..wire.entries import DeliveredFile, FilesDelivered
-from .run import Run
+from .run import Delivering, Run
 
 log = logging.getLogger("valence.delivery")
 
@@ -70,13 +70,14 @@ class Delivery:
     async def _deliver(self, run: Run, name: str) -> None:
         url = run.workflow.deliver[name]
         for attempt in range(TRIES):
-            run.delivering[name] = f"it is being written to {shown(url)} (try {attempt + 1})"
+            words = f"it is being written to {shown(url)} (try {attempt + 1})"
+            run.note(Delivering(name, words))
             try:
                 async with self._slots:
                     await self._once(run, name, url)
             except BlobError as error:
                 log.info("delivery of %s: %s", name, error)
-                run.delivering[name] = str(error)
+                run.note(Delivering(name, str(error)))
                 if isinstance(error, StorageError) and not error.passing:
                     return self._over(run, name, str(error))
                 last = str(error)
@@ -96,7 +97,7 @@ class Delivery:
             await self._storage.deliver(file.hash, url, run.owner)
 
     def _over(self, run: Run, name: str, reason: str) -> None:
-        run.delivering.pop(name, None)
+        run.note(Delivering(name, ""))
         with contextlib.suppress(LookupError):
             self._written(run, FilesDelivered(files=(DeliveredFile(name, reason[:1000]),)))
 

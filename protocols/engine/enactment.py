@@ -134,8 +134,8 @@ class Enactment:
         self.pilots = Pilots(rpc, members, self.site, rng, config, self._placed, self.home.estimate)
         self.home.use(self.pilots)
         self.relay = Relay(rpc, members, self.site, self.pilots, rng, exchange)
-        self.home.relay = self.relay.report
-        self.home.still_held_elsewhere = self.relay.still_held
+        self.home.reception.relay = self.relay.report
+        self.home.reception.still_held_elsewhere = self.relay.still_held
         self.executor.on_room = self._room_changed
         self.executor.on_made = self.pilot.made
         self.executor.on_let_go = self._let_go
@@ -152,7 +152,8 @@ class Enactment:
         self.executor.take_own = self._take_own
         self._locate = locate
         self.executor.find_home = self._find_home
-        self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, self.home.hand_on)
+        hand_on = self.home.reception.hand_on
+        self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, hand_on)
         self._transfer = transfer
         self.home.twins.find = locate.twin
         self.home.given.on_first = liveness.stir

@@ -88,9 +88,10 @@ class Journal:
         said: Journaled,
         soon: bool = False,
         then: Callable[[], None] | None = None,
-    ) -> float:
-        """Returns the entry's time. It counts after the next `kept`; `then` is called when."""
-        return self.keeping.append(workflow, said, soon, then)
+        at: float | None = None,
+    ) -> None:
+        """It counts after the next `kept`; `then` is called when. `at`: when it was decided."""
+        self.keeping.append(workflow, said, soon, then, at)
 
     async def kept(self, workflow: str) -> None:
         """All that was appended so far counts; or `Deposed`."""

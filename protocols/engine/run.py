@@ -1,9 +1,12 @@
 """One workflow's state: what its journal says, entry by entry. Pure.
 
-`apply` is the only thing that changes it, both when an entry is new and when it is read again by
-another home; so what is on disk is what is known. `counts_now` follows when a majority has the
-entry: only then do others get ready by it. Decisions (retry, fail, skip) are made before an
-entry is written and stand in it.
+Three things change it, and nothing else does:
+
+- `apply`, by an entry: both when that is new and when another home reads it again. What is on disk
+  is what is known. Decisions (retry, fail, skip) are made before an entry is written and stand in
+  it (`decisions`).
+- `committed`, when a majority has that entry: only then does what hangs on it get ready.
+- `note`, by what is not journaled, as another home finds it again by itself.
 
 A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (given to a peer),
 `retrying` (failed, will be placed again), or for good `succeeded`, `failed`, `skipped` or
@@ -55,6 +58,50 @@ STATES = (
 )
 ATTEMPTS_SHOWN_MAX = 50
 COPIES_KNOWN_MAX = 8
+
+
+# --------------------------------------------------------------------------- what is not journaled
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """These tasks were given to the strategy. After a restart they simply are once more."""
+
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitAgain:
+    """These were taken back from the strategy, or have waited long enough to be tried again."""
+
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bringing:
+    """What an input waits for, in words."""
+
+    input: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivering:
+    """How far the delivery of a result is, in words; empty when it is over."""
+
+    output: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class NeverWritten:
+    """Its submission could not be written: it is over before it began."""
+
+
+Note = Pending | WaitAgain | Bringing | Delivering | NeverWritten
+
+
+# --------------------------------------------------------------------------- the state
 
 
 @dataclass(slots=True)
@@ -169,7 +216,7 @@ class Run:
         self.epoch = epoch
         _APPLY[type(said)](self, said, at)
 
-    def counts_now(self, said: Journaled) -> None:
+    def committed(self, said: Journaled) -> None:
         """A majority has this entry: what hangs on it may begin, as no other home undoes it."""
         if isinstance(said, AttemptsFinished):
             for ended, _, verdict in said.outcomes:
@@ -184,8 +231,29 @@ class Run:
             for file in said.files:
                 self.unstaged.pop(file.name, None)
 
+    def note(self, note: Note) -> None:
+        """What is known to this home alone."""
+        match note:
+            case Pending(tasks):
+                for name in tasks:
+                    self.tasks[name].asked_way = self.ways[name]
+                    self._set(self.tasks[name], "pending")
+            case WaitAgain(tasks):
+                for name in tasks:
+                    self._set(self.tasks[name], "waiting")
+            case Bringing(name, words):
+                if name in self.unstaged:
+                    self.unstaged[name] = words
+            case Delivering(name, words):
+                if words:
+                    self.delivering[name] = words
+                else:
+                    self.delivering.pop(name, None)
+            case NeverWritten():
+                self.ended_at = self.submitted_at
+
     def _submitted(self, said: Submitted, at: float) -> None:
-        self.state = "running"
+        self.state, self.submitted_at = "running", at
 
     def _part_of_the_document(self, said: DocumentPart, at: float) -> None:
         """This was made from it."""
@@ -324,15 +392,6 @@ class Run:
         self.counts[task.state] -= 1
         self.counts[state] += 1
         task.state = state
-
-    def set_pending(self, task: TaskState) -> None:
-        """Given to the strategy. Not journaled: after a restart it is simply given again."""
-        task.asked_way = self.ways[task.id]
-        self._set(task, "pending")
-
-    def unplace(self, task: TaskState) -> None:
-        """Taken back from the strategy."""
-        self._set(task, "waiting")
 
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:

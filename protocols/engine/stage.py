@@ -16,7 +16,7 @@ from ..ports import Blobs, StorageElements, StorageError
 from ..wire.entries import InputReason
 from ..wire.messages import File
 from .delivery import shown
-from .run import Run
+from .run import Bringing, Run
 
 AT_ONCE = 16
 BATCH = 500
@@ -86,7 +86,7 @@ class Stage:
         if source.kind == "url":
             return await self._fetch_url(name, source.value)
         size = int(source.value)
-        self._run.unstaged[name] = f"{show_bytes(size)} are being made up"
+        self._run.note(Bringing(name, f"{show_bytes(size)} are being made up"))
         return await self._blobs.make_up(name, size, self._run.id)
 
     async def _uploaded(self, name: str, hash: bytes) -> tuple[bytes, int]:
@@ -111,7 +111,8 @@ class Stage:
                 except Unavailable:
                     pass  # its holder went away: wait for another one
             text = hash.hex()
-            self._run.unstaged[name] = f"blob sha256:{text[:12]}… has not been uploaded yet"
+            words = f"blob sha256:{text[:12]}… has not been uploaded yet"
+            self._run.note(Bringing(name, words))
             try:
                 async with asyncio.timeout(delay_s * (0.75 + self._rng.random() / 2)):
                     await self.arrived.wait()
@@ -123,7 +124,8 @@ class Stage:
             raise StorageError(f"{shown(url)}: this peer reads nothing from outside")
         attempt = 0
         while True:
-            self._run.unstaged[name] = f"{shown(url)} is being fetched (try {attempt + 1})"
+            words = f"{shown(url)} is being fetched (try {attempt + 1})"
+            self._run.note(Bringing(name, words))
             try:
                 return await self._storage.bring(url, self._run.id)
             except StorageError as error:
