@@ -169,7 +169,8 @@ class Decision:
         for name, number in event.won:
             if name in event.rivals and run.tasks[name].state == WON:
                 self._drop_others(run.tasks[name], number)
-        self._do(effects.KeepTwice(tuple(name for name, _ in event.won)))
+        if event.won:
+            self._do(effects.KeepTwice(tuple(name for name, _ in event.won)))
         if not mine:
             return
         self._do(effects.Deliver())
