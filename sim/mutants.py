@@ -389,7 +389,7 @@ def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
 
 
 @mutant
-@where(slice_bytes=1, faults=("halve",), every_s=2.0, peers=4)
+@where(majority_lost_s=10.0, slice_bytes=1, faults=("halve",), every_s=2.0, peers=4)
 def half_a_submission_is_gone_on_with() -> list[Patch]:
     """As if what is left of it were all of it."""
     document = Journal.document

@@ -232,6 +232,8 @@ class Elections:
         """`keepers`: those that are left, where this goes on without a majority."""
         keeping = self._keeping
         self._due.pop(workflow, None)
+        if keeping.is_closing(workflow):
+            return  # the copy here was given up meanwhile: another keeper stands for it
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
         keeping.lead(workflow, epoch)
