@@ -36,6 +36,7 @@ from protocols.engine.journal import Journal
 from protocols.engine.reception import Reception
 from protocols.engine.run import FINAL, Run
 from protocols.membership.members import State
+from protocols.tasks import Tasks
 from protocols.wire.entries import InputsStaged
 from protocols.wire.messages import Elected
 from protocols.wire.rpc import Rpc
@@ -401,7 +402,7 @@ def half_a_submission_is_gone_on_with() -> list[Patch]:
 
 
 @mutant
-@where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
+@where(majority_lost_s=10.0, slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def silent_homes_are_never_asked() -> list[Patch]:
     async def idle(self: Any, now: float) -> None:
         pass
@@ -547,7 +548,7 @@ def inputs_are_used_before_they_count() -> list[Patch]:
 @mutant
 @shows("ran twice at peer")
 def an_attempt_is_begun_twice() -> list[Patch]:
-    start = Executor._start
+    start, again_too = Executor.start, Tasks()
 
     def eager(self: Any, key: Any) -> None:
         work = self._held[key].work
@@ -558,9 +559,9 @@ def an_attempt_is_begun_twice() -> list[Patch]:
                 await asyncio.sleep(0.01)
             await self._workshop.attempt(work).run()
 
-        self._side.add(asyncio.ensure_future(again()))
+        again_too.spawn(again())
 
-    return [(Executor, "_start", eager)]
+    return [(Executor, "start", eager)]
 
 
 @mutant

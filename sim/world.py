@@ -235,9 +235,9 @@ class World:
         host.workshop.on_begin = lambda work: self._guard(lambda: self._begins(host, work))
         host.workshop.on_end = lambda work: self._guard(lambda: ledger.ends(host, work))
         host.workshop.failing = 0.02
-        executor = host.enactment.executor
-        let_go = executor.on_let_go
-        executor.on_let_go = lambda ended: self._let_go(host, ended, let_go)
+        outbox = host.enactment.outbox
+        let_go = outbox.on_let_go
+        outbox.on_let_go = lambda ended: self._let_go(host, ended, let_go)
         rpc = host.peer.rpc
         vote = rpc._handlers[Elect]
 

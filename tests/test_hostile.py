@@ -1087,8 +1087,7 @@ def test_two_owners_share_the_slots_evenly_however_many_peers_one_asks(
         for _ in range(30):
             await asyncio.sleep(0.5)
             for host in hosts:
-                held = host.enactment.executor._held.values()
-                running.update(h.work.owner for h in held if h.state == "running")
+                running.update(work.owner for work in host.enactment.executor.running())
         slots = sum(host.slots for host in hosts)
         return running["bob"] / running.total(), running.total() / 30 / slots
 

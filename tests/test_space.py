@@ -24,24 +24,23 @@ Story = dict[str, Any]
 def seen(monkeypatch: pytest.MonkeyPatch, nodes: int = 24, workflows: int = 3) -> Story:
     """A run of the experiment, and what happened in it."""
     story: Story = {"stored": [], "began": {}, "ended": {}, "ran": defaultdict(int), "results": []}
-    store, begin, end = Engine._store, Node._commit, Node._end
+    store, begin, end = Engine._store, Node.start, Node._end
 
     def stored(self: Engine, sender: Any, message: Any) -> Any:
         story["stored"].append((self._rpc.me.id, read_molecule(message.molecule)))
         return store(self, sender, message)
 
-    def began(self: Node, sender: Any, message: Any) -> Any:
-        for work in message.works:
-            story["began"][work.key] = asyncio.get_running_loop().time()
-            story["ran"][work.key] += 1
-        return begin(self, sender, message)
+    def began(self: Node, key: AttemptKey) -> None:
+        story["began"][key] = asyncio.get_running_loop().time()
+        story["ran"][key] += 1
+        begin(self, key)
 
-    def ended(self: Node, home: Any, key: AttemptKey) -> None:
+    def ended(self: Node, key: AttemptKey) -> None:
         story["ended"][key] = asyncio.get_running_loop().time()
-        end(self, home, key)
+        end(self, key)
 
     monkeypatch.setattr(Engine, "_store", stored)
-    monkeypatch.setattr(Node, "_commit", began)
+    monkeypatch.setattr(Node, "start", began)
     monkeypatch.setattr(Node, "_end", ended)
 
     async def scenario() -> None:

@@ -18,6 +18,7 @@ from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
 from peer.settings import SettingsError, load
 from protocols.capacity import matching
 from protocols.capacity.admission import Admission
+from protocols.capacity.door import Door, Guest
 from protocols.config import LAN
 from protocols.membership.members import Members, State, briefs
 from protocols.strategies.base import Placed, Unit
@@ -31,10 +32,8 @@ from protocols.wire.messages import (
     Hello,
     Member,
     Needs,
-    Offers,
     Ping,
     Reserve,
-    ReturnLeases,
     Room,
     Traits,
     Vacancy,
@@ -442,23 +441,21 @@ def test_no_sequence_of_steps_over_books_or_leaks(seed: int) -> None:
 # --------------------------------------------------------------------------- probe
 
 
-class Door:
-    """A simulated peer's admission, behind the real messages."""
+class Site(Guest):
+    """A simulated peer that can be asked for room; what comes is begun and ended by the test."""
 
     def __init__(self, peer: SimPeer) -> None:
         self.admission = Admission(peer.capacity, peer.traits, peer.config)
+        self.door = Door(peer.rpc, peer.members, self.admission, 5.0)
+        self.door.open(self)
         self.asked = 0
-        peer.rpc.on(Reserve, self._reserve)
-        peer.rpc.on(ReturnLeases, self._give_back)
+        self.door.looked_at.append(self._look)
 
-    def _reserve(self, sender, message):
-        self.asked += 1
-        now = asyncio.get_running_loop().time()
-        grants = tuple(self.admission.reserve(sender.id, r, now) for r in message.asks)
-        return Offers(grants=grants, free=self.admission.free, ttl_s=5.0)
+    def _look(self, sender, message):
+        self.asked += isinstance(message, Reserve)
 
-    def _give_back(self, sender, message):
-        self.admission.give_back(sender.id, message.leases)
+    def start(self, unit):
+        raise AssertionError("the tests begin what they want themselves")
 
 
 def unit(number: int, **more: object) -> Unit:
@@ -470,7 +467,7 @@ class Bench:
     """A home with `probe`, and the doors of all peers."""
 
     def __init__(self, peers: list[SimPeer]) -> None:
-        self.doors = {p.contact.id: Door(p) for p in peers}
+        self.doors = {p.contact.id: Site(p) for p in peers}
         self.placed: list[Placed] = []
         me = peers[0]
         self.probe = Probe(me.rpc, me.members, me.rng, me.config, self.placed.extend)
@@ -563,7 +560,7 @@ def test_unmet_needs_are_told_and_met_when_a_peer_comes() -> None:
         assert reason == "needs 1 gpu: no peer of 4 has that"
         more = SimPeer(found.peers[0].network, 9, capacity=Capacity(millicores=1000, gpus=1))
         found.peers.append(more)
-        found.doors[more.contact.id] = Door(more)
+        found.doors[more.contact.id] = Site(more)
         await more.join(found.peers[1])
         await found.until_placed(1, 10)
         assert found.placed[0].peer.id == more.contact.id

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.capacity.admission import Admission
+from protocols.capacity.door import Door, Guest
 from protocols.capacity.matching import unmet
 from protocols.config import LAN, Config
 from protocols.membership.members import Members, State
@@ -35,7 +36,6 @@ from protocols.wire.messages import (
     Member,
     Needs,
     Offer,
-    ReturnLeases,
     Ticket,
     Traits,
     Work,
@@ -424,7 +424,7 @@ def test_whatever_comes_nothing_is_promised_twice(data: st.DataObject) -> None:
 # --------------------------------------------------------------------------- whole clusters
 
 
-class Trader(SimPeer):
+class Trader(Guest, SimPeer):
     """A peer that trades, and runs what it is given for a while."""
 
     def __init__(self, network: Network, index: int, capacity: Capacity, config: Config) -> None:
@@ -432,25 +432,21 @@ class Trader(SimPeer):
         space = Space(self.members, config)
         self.owner = Owner(self.rpc, self.members, space, self.rng, config)
         self.admission = Admission(self.capacity, self.traits, config)
+        self.door = door = Door(self.rpc, self.members, self.admission, config.lease_ttl_s)
+        door.open(self)
         self.placed: list[Placed] = []
         self.ran: list[AttemptKey] = []
         self._following: set[asyncio.Task[None]] = set()
         self.runtime_s = 0.2
         self.tickets = Tickets(self.rpc, self.members, space, self.rng, config, self._on_placed)
         self.booth = Booth(
-            self.rpc, self.members, space, self.rng, config,
-            lambda home, room: self.admission.reserve(home, room, self._now()),
-            lambda: Ticket(*self.admission.on_offer(self._now())),
-        )  # fmt: skip
-        self.rpc.on(Commit, self._commit)
-        self.rpc.on(ReturnLeases, self._give_back)
+            self.rpc, self.members, space, self.rng, config, door.reserve, door.ticket
+        )
+        door.on_room.append(self.booth.changed)
         self._tasks += [
             asyncio.ensure_future(work)
             for work in (self.owner.run(), self.tickets.run(), self.booth.run())
         ]
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     def _on_placed(self, batch: list[Placed]) -> None:
         self.placed += batch
@@ -470,33 +466,18 @@ class Trader(SimPeer):
             key = one.unit.key
             self.tickets.add([replace(one.unit, key=key._replace(number=key.number + 1))])
 
-    def _commit(self, sender: Contact, message: Commit) -> Committed:
-        refused = []
-        for work in message.works:
-            verdict = self.admission.commit(sender.id, work.lease, work.key, self._now())
-            if verdict == "run":
-                self._begin(work.key)
-            elif verdict != "wait":
-                refused.append((work.key, verdict))
-        return Committed(refused=tuple(refused))
-
-    def _begin(self, key: AttemptKey) -> None:
+    def start(self, unit: Hashable) -> None:
         self.admission.sanity_check()
-        asyncio.get_running_loop().call_later(self.runtime_s, self._end, key)
+        asyncio.get_running_loop().call_later(self.runtime_s, self._end, unit)
 
     def _end(self, key: AttemptKey) -> None:
         self.ran.append(key)
-        self.admission.release(key)
-        self._more()
+        self.door.release(key)
+        self.door.advance()
 
-    def _give_back(self, sender: Contact, message: ReturnLeases) -> None:
-        self.admission.give_back(sender.id, message.leases)
-        self._more()
-
-    def _more(self) -> None:
-        for key in self.admission.starts(self._now()):
-            self._begin(key)  # type: ignore[arg-type]
-        self.booth.changed()
+    async def close(self) -> None:
+        self.door.close()
+        await super().close()
 
 
 async def traders(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ..capacity.admission import Admission
+from ..capacity.door import Door
 from ..config import Config
 from ..consensus.archive import Archive
 from ..consensus.election import Elections
@@ -43,10 +45,12 @@ from ..wire.messages import Outcome
 from ..wire.rpc import Rpc
 from .answers import Answers
 from .executor import Executor
+from .fencing import Fencing
 from .gateway import Gateway
 from .home import Home
 from .journal import Journal
 from .locate import VOID_HOME, Locate
+from .outbox import Outbox
 from .relay import Exchange, Relay
 from .retention import Holds
 
@@ -82,17 +86,17 @@ class Enactment:
         self.members = members
         self._liveness = liveness
         self.admission = Admission(members.me.capacity, members.me.traits, config)
+        self.door = door = Door(rpc, members, self.admission, config.lease_ttl_s)
+        counts: Counter[str] = Counter()
+        fencing = Fencing(counts)
+        self.outbox = Outbox(
+            rpc=rpc, members=members, door=door, blobs=blobs, storage=outbox, fencing=fencing,
+            counts=counts,
+        )  # fmt: skip
         self.executor = Executor(
-            rpc=rpc,
-            members=members,
-            admission=self.admission,
-            blobs=blobs,
-            workshop=workshop,
-            outbox=outbox,
-            clock=clock,
-            lease_ttl_s=config.lease_ttl_s,
-            gang_check_s=config.gang_check_s,
-        )
+            rpc=rpc, members=members, door=door, outbox=self.outbox, fencing=fencing, blobs=blobs,
+            workshop=workshop, clock=clock, gang_check_s=config.gang_check_s, counts=counts,
+        )  # fmt: skip
         self.keeping = Keeping(rpc, members, journals, clock, rng, config)
         self.journal = Journal(journals, self.keeping)
         self.home = home(
@@ -116,9 +120,8 @@ class Enactment:
             rpc, members, self.space, rng, config, self.home.placed, self.home.estimate
         )
         self.home.use(self.tickets)
-        executor = self.executor
-        self.booth = Booth(rpc, members, self.space, rng, config, executor.reserve, executor.ticket)
-        self.layer = Layer(rpc, members, liveness, rng, config, executor.ticket)
+        self.booth = Booth(rpc, members, self.space, rng, config, door.reserve, door.ticket)
+        self.layer = Layer(rpc, members, liveness, rng, config, door.ticket)
         self.questions = Questions(rpc, members, self.layer, rng, config)
         self.chemical = Chemical(
             rpc, members, self.layer, self.questions, rng, config,
@@ -128,7 +131,7 @@ class Enactment:
         self.site = Site(members)
         self.pilot = Pilot(
             rpc, members, self.site, rng, config,
-            executor.reserve, executor.ticket, lambda: blobs.cache.prefixes,
+            door.reserve, door.ticket, lambda: blobs.cache.prefixes,
         )  # fmt: skip
         self.master = Master(rpc, members, self.site, self.pilot, rng, config)
         self.pilots = Pilots(rpc, members, self.site, rng, config, self._placed, self.home.estimate)
@@ -136,10 +139,10 @@ class Enactment:
         self.relay = Relay(rpc, members, self.site, self.pilots, rng, exchange)
         self.home.reception.relay = self.relay.report
         self.home.reception.still_held_elsewhere = self.relay.still_held
-        self.executor.on_room = self._room_changed
+        door.on_room += (self.booth.changed, self.layer.changed, self.pilot.changed)
+        door.looked_at.append(self.layer.look)
         self.executor.on_made = self.pilot.made
-        self.executor.on_let_go = self._let_go
-        self.executor.on_consumed = self.layer.consumed
+        self.outbox.on_let_go = self._let_go
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
         self.lines = Lines(self.keeping)
@@ -149,9 +152,9 @@ class Enactment:
         locate = Locate(rpc, members, records, self.journal)
         stuck = answers.why_stuck = self.elections.stuck
         self.gateway = gateway(rpc, members, self.home, answers, locate, rng, stuck)
-        self.executor.take_own = self._take_own
+        self.outbox.take_own = self._take_own
         self._locate = locate
-        self.executor.find_home = self._find_home
+        self.outbox.find_home = self._find_home
         hand_on = self.home.reception.hand_on
         self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, hand_on)
         self._transfer = transfer
@@ -166,7 +169,7 @@ class Enactment:
     def load(self) -> None:
         """Before anybody is heard: what an earlier run of this peer left on its disk."""
         self.keeping.load()
-        self.executor.load()
+        self.outbox.load()
 
     def settle(self) -> None:
         """The others are known, or nobody answered for a while: go on with what was loaded."""
@@ -211,11 +214,6 @@ class Enactment:
         """Its home has heard of it."""
         if is_worth_reading(ended.outputs):
             self.pilot.heard()
-
-    def _room_changed(self) -> None:
-        self.booth.changed()
-        self.layer.changed()
-        self.pilot.changed()
 
     def _placed(self, batch: list[Placed]) -> None:
         """Of workflows whose home is here; or of tasks that were pulled from a queue."""

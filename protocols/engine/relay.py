@@ -48,7 +48,7 @@ from ..wire.messages import (
     Work,
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
-from .executor import size_bytes
+from .outbox import size_bytes
 from .outstanding import Given
 
 log = logging.getLogger("valence.relay")

@@ -587,10 +587,10 @@ class FetchedRecords(Message):
 @numbered(20)
 class Reserve(Message):
     asks: Annotated[tuple[Room, ...], Field(max_length=64)]
-    consumed: bool = False  # this peer's molecule was, and is on the chemical layer no more
-    molecule: Natural = (
-        0  # which version of it, if the asked-for was taken of it and a rest is left
-    )
+    # the chemical layer's own: the molecule of the peer that is asked was consumed; and which
+    # version of it, if what is asked for was taken of it and a rest is left
+    consumed: bool = False
+    molecule: Natural = 0
 
 
 @numbered(21)

@@ -18,11 +18,12 @@ import copy
 import random
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from protocols.capacity.admission import Admission
+from protocols.capacity.door import Door, Guest
 from protocols.config import LAN
 from protocols.membership.liveness import Liveness
 from protocols.membership.members import Members
@@ -41,10 +42,8 @@ from protocols.wire.messages import (
     Done,
     Member,
     Needs,
-    Offers,
     Reserve,
     ReturnLeases,
-    Ticket,
     Traits,
     Work,
 )
@@ -56,6 +55,7 @@ from .engine import Engine, TaskEnded, task_molecule
 
 STEP_S = 0.004
 CORES = 64
+LEASE_S = 60.0
 LEVELS = (3, 10)
 WIDTH = (1, 15)
 STEPS = (1, 10)
@@ -67,7 +67,8 @@ CONFIG = replace(
     layer_active_s=1000.0,
     layer_refresh_s=300.0,  # nobody dies here
     layer_ttl_s=1000.0,
-    lease_ttl_s=60.0,
+    lease_ttl_s=LEASE_S,
+    vacancy_wishes_max=0,  # the paper tells nobody
 )
 
 
@@ -107,11 +108,12 @@ class _Overlay(Ring):
             circle.saw(contacts[bisect_left(ids, start) % count])
 
 
-class Node:
+class Node(Guest):
     def __init__(self, space: Space, index: int, member: Member, view: Members) -> None:
         self.space = space
         self.member = member
         self.rng = random.Random(f"{space.plan.seed} node {index}")
+        self.homes: dict[AttemptKey, Contact] = {}  # of what runs here
         wire = space.network.wire(member.contact)
         self.rpc = wire.rpc = Rpc(member.contact, wire, self.rng, CONFIG)
         members = copy.copy(view)  # all that is known is shared: nobody comes or goes
@@ -119,7 +121,11 @@ class Node:
         members._listeners = []
         liveness = Liveness(self.rpc, members, self.rng, CONFIG)
         self.admission = Admission(member.capacity, member.traits, CONFIG)
-        self.layer = Layer(self.rpc, members, liveness, self.rng, CONFIG, self.ticket)
+        self.door = Door(self.rpc, members, self.admission, LEASE_S)
+        self.door.open(self)
+        self.layer = Layer(self.rpc, members, liveness, self.rng, CONFIG, self.door.ticket)
+        self.door.looked_at += (self._captured, self.layer.look)
+        self.door.on_room.append(self.layer.changed)
         self.questions = Questions(self.rpc, members, self.layer, self.rng, CONFIG)
         self.strategy = Chemical(
             self.rpc, members, self.layer, self.questions, self.rng, CONFIG, self.placed,
@@ -135,52 +141,33 @@ class Node:
             )
         else:
             self.rpc.on(TaskEnded, self._ended)
-        self.rpc.on(Reserve, self._reserve)
-        self.rpc.on(ReturnLeases, self._return_leases)
-        self.rpc.on(Commit, self._commit)
 
     async def locate(self, key: bytes) -> bytes:
         if not len(self.overlay.circle):
             self.overlay.fill(self.space.contacts, self.space.ids)
         return (await self.overlay.find(key, 1))[0].id
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def ticket(self) -> Ticket:
-        return Ticket(*self.admission.on_offer(self._now()))
-
     # as a resource
 
-    def _reserve(self, sender: Contact, message: Reserve) -> Offers:
-        now = self._now()
-        self.space.captured(self)
-        grants = tuple(self.admission.reserve(sender.id, room, now) for room in message.asks)
-        self.layer.consumed(message.molecule, message.asks)
-        return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
+    def _captured(self, sender: Contact, message: Reserve | ReturnLeases) -> None:
+        if isinstance(message, Reserve):
+            self.space.captured(self)
 
-    def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
-        self.admission.give_back(sender.id, message.leases)
-        if not message.leases:
-            self.layer.consumed(0, ())
-        self.layer.changed()
+    def let_in(self, home: bytes, work: Work) -> None:
+        self.homes[work.key] = self.space.by_id[home].member.contact
 
-    def _commit(self, sender: Contact, message: Commit) -> Committed:
-        refused = []
-        for work in message.works:
-            verdict = self.admission.commit(sender.id, work.lease, work.key, self._now())
-            if verdict != "run":
-                refused.append((work.key, verdict))
-                continue
-            steps = self.space.steps[work.key.workflow, work.key.task]
-            loop = asyncio.get_running_loop()
-            loop.call_later(steps * STEP_S, self._end, sender, work.key)
-        return Committed(refused=tuple(refused))
+    def wait(self, unit: Hashable) -> None:
+        raise AssertionError("nothing waits at a resource of the paper's")
 
-    def _end(self, home: Contact, key: AttemptKey) -> None:
-        self.admission.release(key)
-        self.layer.changed()
-        self.space.spawn(self._report(home, key))
+    def start(self, unit: Hashable) -> None:
+        key = cast(AttemptKey, unit)
+        steps = self.space.steps[key.workflow, key.task]
+        asyncio.get_running_loop().call_later(steps * STEP_S, self._end, key)
+
+    def _end(self, key: AttemptKey) -> None:
+        self.door.release(key)
+        self.door.advance()
+        self.space.spawn(self._report(self.homes.pop(key), key))
 
     async def _report(self, home: Contact, key: AttemptKey) -> None:
         await self.rpc.call(home, TaskEnded(key=key), Done, 30.0)
@@ -229,6 +216,7 @@ class Space:
         for member in members:
             view.apply(member, 0.0)
         self.nodes = [Node(self, n, member, view) for n, member in enumerate(members)]
+        self.by_id = {node.member.contact.id: node for node in self.nodes}
         self.steps: dict[tuple[str, str], int] = {}
         self.left: dict[str, int] = {}
         self.parents: dict[tuple[str, str], set[str]] = {}

@@ -15,10 +15,12 @@ import asyncio
 import random
 import statistics
 from collections import Counter, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from protocols.capacity.admission import Admission
+from protocols.capacity.door import Door, Guest
 from protocols.capacity.matching import unmet
 from protocols.config import LAN, Config
 from protocols.membership.members import Members
@@ -37,9 +39,7 @@ from protocols.wire.messages import (
     Needs,
     Offers,
     Reserve,
-    ReturnLeases,
     Room,
-    Ticket,
     Traits,
     Work,
 )
@@ -49,6 +49,7 @@ from sim.network import Network
 
 ARCHITECTURES = (*["intel"] * 9, "sparc")
 SYSTEMS = (*["linux"] * 9, "solaris")
+LEASE_S = 60.0
 SPEED = 1000.0  # MIPS of a peer of speed 1
 SPEEDS = (0.7, 3.0, 2.2)  # least, most, and the one that is most frequent
 SPEEDS_ASKED = (0.7, 1.5)
@@ -71,7 +72,8 @@ GRID = replace(
     ticket_wanted_s=100.0,
     ticket_hold_after_s=1e9,
     queue_s_max=0.0,
-    lease_ttl_s=60.0,
+    lease_ttl_s=LEASE_S,
+    vacancy_wishes_max=0,  # the paper tells nobody
 )
 
 
@@ -155,7 +157,7 @@ class FirstMatch:
                 )
 
 
-class Site:
+class Site(Guest):
     """A broker and a resource, as one peer is."""
 
     def __init__(self, grid: Grid, index: int, member: Member, everybody: list[Member]) -> None:
@@ -171,9 +173,8 @@ class Site:
         for other in everybody:
             self.members.apply(other, 0.0)
         self.admission = Admission(member.capacity, member.traits, config)
-        self.rpc.on(Reserve, self._reserve)
-        self.rpc.on(ReturnLeases, self._return_leases)
-        self.rpc.on(Commit, self._commit)
+        self.door = door = Door(self.rpc, self.members, self.admission, LEASE_S)
+        door.open(self)
         self.works: list[Any] = []
         self.strategy: Strategy | FirstMatch
         self.booth: Booth | None = None
@@ -189,8 +190,9 @@ class Site:
                 self.rpc, self.members, space, self.rng, config, self.placed, self.estimate
             )
             self.booth = Booth(
-                self.rpc, self.members, space, self.rng, config, self.reserve, self.ticket
+                self.rpc, self.members, space, self.rng, config, door.reserve, door.ticket
             )
+            door.on_room.append(self.booth.changed)
             self.works = [self.strategy.run(), self.owner.run(), self.booth.run()]
 
     # as a resource
@@ -198,48 +200,18 @@ class Site:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def reserve(self, home: bytes, room: Any) -> Any:
-        return self.admission.reserve(home, room, self.now())
-
-    def ticket(self) -> Ticket:
-        return Ticket(*self.admission.on_offer(self.now()))
-
-    def _reserve(self, sender: Contact, message: Reserve) -> Offers:
-        grants = tuple(self.reserve(sender.id, room) for room in message.asks)
-        return Offers(grants=grants, free=self.admission.free, ttl_s=60.0)
-
-    def _return_leases(self, sender: Contact, message: ReturnLeases) -> None:
-        self.admission.give_back(sender.id, message.leases)
-        self._more()
-
-    def _commit(self, sender: Contact, message: Commit) -> Committed:
-        refused = []
-        for work in message.works:
-            verdict = self.admission.commit(sender.id, work.lease, work.key, self.now())
-            if verdict == "run":
-                self._begin(work.key)
-            elif verdict != "wait":
-                refused.append((work.key, verdict))
-        self._more()
-        return Committed(refused=tuple(refused))
-
-    def _begin(self, key: AttemptKey) -> None:
+    def start(self, unit: Hashable) -> None:
+        key = cast(AttemptKey, unit)
         self.executed += 1
         self.grid.began(key, self.now(), self.free_since.popleft())
         runtime_s = self.grid.size(key) / (SPEED * self.member.traits.speed)
         asyncio.get_running_loop().call_later(runtime_s, self._end, key)
 
     def _end(self, key: AttemptKey) -> None:
-        self.admission.release(key)
+        self.door.release(key)
         self.free_since.append(self.now())
         self.grid.ended(key, self.now())
-        self._more()
-
-    def _more(self) -> None:
-        for key in self.admission.starts(self.now()):
-            self._begin(key)  # type: ignore[arg-type]
-        if self.booth is not None:
-            self.booth.changed()
+        self.door.advance()
 
     # as a broker
 

@@ -40,6 +40,8 @@ from ...wire.messages import (
     Needs,
     Publish,
     Published,
+    Reserve,
+    ReturnLeases,
     Room,
     Sample,
     Sampled,
@@ -235,6 +237,15 @@ class Layer:
         """There may be more room, or less."""
         if self.active:
             self._wake.set()
+
+    def look(self, sender: Contact, message: Reserve | ReturnLeases) -> None:
+        """Who asked for room may have consumed this peer's molecule; or have let go of it, which
+        says a `ReturnLeases` of nothing."""
+        if isinstance(message, Reserve):
+            if message.consumed:
+                self.consumed(message.molecule, message.asks)
+        elif not message.leases and not message.gangs:
+            self.consumed(0, ())
 
     def consumed(self, version: int, asks: tuple[Room, ...]) -> None:
         """Room was taken of its molecule, of this version, for one who asks for it now."""
