@@ -31,8 +31,8 @@ from sim.loop import run_out
 from sim.network import Network
 from valence.display import Display
 from workflow import wfformat
+from workflow.strategies import BUILT_IN
 
-STRATEGIES = ("probe", "tickets", "chemical", "pilots")
 PEERS, SIM_PEERS = 10, 20
 #: of members and of the overlay: they are sent whether there is work or not
 UPKEEP = {
@@ -274,7 +274,7 @@ def live(strategies: Iterable[str], directory: Path | None) -> list[dict[str, An
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.shootout", description=__doc__)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--strategies", default=",".join(BUILT_IN))
     parser.add_argument("--instances", default=os.environ.get("VALENCE_INSTANCES", ""))
     parser.add_argument("--only", choices=("simulated", "live"), default="")
     parser.add_argument("--json", action="store_true")

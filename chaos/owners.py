@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from valence.client import FINAL, Client, Problem, Workflow
+from workflow.strategies import BUILT_IN
 
 from .processes import Processes, open_directory, until
 from .queues import Queue
 
-STRATEGIES = ("probe", "tickets", "chemical", "pilots")
 TASKS, TASK_S, LATER_S, SETTLING_S = 400, 0.3, 2.0, 3.0
 PEERS, CPUS = 4, 2
 SHARE_PERCENT = (45.0, 55.0)
@@ -34,7 +34,7 @@ def fair(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     with contextlib.closing(Processes(home / "peers", PEERS, "--cpus", str(CPUS))) as cluster:
         urls = [row["http"] for row in cluster.rows()]
         first = as_owner(cluster, "ada", urls[0])
-        for strategy in STRATEGIES:
+        for strategy in BUILT_IN:
             for through, url in (("one_peer", urls[0]), ("two_peers", urls[2])):
                 second = as_owner(cluster, "bob", url)
                 found[f"{strategy}_{through}"] = _share(first, second, strategy)

@@ -15,26 +15,31 @@ from protocols.chemistry.notation import ChemistryError
 from protocols.config import LAN
 from protocols.engine.policies import SHIPPED, Policies
 from protocols.engine.work import read_document
+from protocols.strategies.chemical import messages as chemical
+from protocols.strategies.pilots import messages as pilots
+from protocols.strategies.tickets.messages import (
+    Claim,
+    Offer,
+    PostClaims,
+    PostTicket,
+    Redeem,
+    Redemption,
+    Shortfall,
+)
 from protocols.wire import messages
 from protocols.wire.codec import Kind, Malformed, decode, encode, pack_member
 from protocols.wire.messages import (
     AttemptKey,
     Capacity,
-    Claim,
     Commit,
     Contact,
     Grant,
     Hello,
     Member,
     Needs,
-    Offer,
     Offers,
     Outcome,
     Ping,
-    PostClaims,
-    PostTicket,
-    Redeem,
-    Redemption,
     Report,
     Reserve,
     Room,
@@ -142,35 +147,35 @@ def _sample_messages() -> Iterator[messages.Message]:
     yield PostClaims(claims=(claim,))
     yield PostTicket(cells=(_ME,), ticket=ticket, short=((_ME, _ME, 1, 1),))
     yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0, waits=False)
-    meta = messages.Meta(_ME, 14.5, 1, Capacity(1000), True)
-    yield messages.Publish(metas=(meta,), gone=((_ME, 1),), scale=1)
-    scale, found = messages.Scale(2, (0.5, 1.0)), ((meta, 2),)
-    yield messages.Range(
+    meta = chemical.Meta(_ME, 14.5, 1, Capacity(1000), True)
+    yield chemical.Publish(metas=(meta,), gone=((_ME, 1),), scale=1)
+    scale, found = chemical.Scale(2, (0.5, 1.0)), ((meta, 2),)
+    yield chemical.Range(
         home=_ME, id=7, low=0.0, high=1000.0, kind=needs, needs=needs, count=3, each=1, queue=True,
         wait_s=5.0, scale=1, top=1000.0, leg=1, nodes=9, empty=2, rows=found,
     )  # fmt: skip
-    yield messages.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
-    yield messages.Unwished(needs=needs)
-    yield messages.InUse(scale=scale, kinds=((needs, 5.0),))
+    yield chemical.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
+    yield chemical.Unwished(needs=needs)
+    yield chemical.InUse(scale=scale, kinds=((needs, 5.0),))
     yield messages.Chunk(data=b"x" * 40, have=b"\x05", ask=(_ME,))
     yield messages.OpenedBlob(size=3 << 20, sheet=b"s" * 48, have=b"\x07")
-    wanting = messages.Wanting(3, messages.Needs(), 5, 1, reads=((b"8" * 8, 70_000),))
-    yield messages.PostUnits(units=(wanting,), lines=1, anew=True)
-    line = messages.Line(9, messages.Needs(), reads=((b"8" * 8, 70_000),), rank="local - remote")
-    yield messages.TaskList(
+    wanting = pilots.Wanting(3, messages.Needs(), 5, 1, reads=((b"8" * 8, 70_000),))
+    yield pilots.PostUnits(units=(wanting,), lines=1, anew=True)
+    line = pilots.Line(9, messages.Needs(), reads=((b"8" * 8, 70_000),), rank="local - remote")
+    yield pilots.TaskList(
         master=_ME, round=1, base=0, version=4, came=(line,), went=(3,), low=_ME, high=_ME,
         young=(9,),
     )  # fmt: skip
     ticket = messages.Ticket(messages.Capacity(1000))
-    yield messages.Bids(master=_ME, round=1, bids=(messages.Bid(_ME, ticket, ((9, 1.5),)),))
-    landing = messages.Landing(_ME, _ME, 3, messages.Needs(), 2, rank=1.5)
-    yield messages.Assign(master=_ME, round=1, landings=(landing,))
+    yield pilots.Bids(master=_ME, round=1, bids=(pilots.Bid(_ME, ticket, ((9, 1.5),)),))
+    landing = pilots.Landing(_ME, _ME, 3, messages.Needs(), 2, rank=1.5)
+    yield pilots.Assign(master=_ME, round=1, landings=(landing,))
     key = messages.AttemptKey("q1", "t", 1)
     ended = messages.Outcome(key, "ok", moved=messages.Moved(1, 2, 3), missing=(b"h" * 32,))
     yield messages.PullTasks(site="s", token=1, request=2, outcomes=((_ME, ended),), held=(key,))
     yield messages.PulledTasks(works=(messages.Work(key, 0, messages.Needs()),), kept=(key,))
     yield messages.Wave(members=(pack_member(member),), end=_ME, digest=7, about=b"x")
-    yield messages.Shortfall(claim=1, cell=_ME, promised=2)
+    yield Shortfall(claim=1, cell=_ME, promised=2)
     yield Offer(claim=1, cell=_ME, leases=(1, 2))
     yield Reserve(asks=(Room(needs, 3, 0.5),))
     yield Offers(grants=(Grant((1, 2), 1, 0.1),), free=Capacity(1000), ttl_s=5.0)

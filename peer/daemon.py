@@ -15,13 +15,14 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
 from protocols.config import PRESETS
 from protocols.data.transfer import Transfer
-from protocols.engine.enactment import Enactment, Work
+from protocols.engine.enactment import Enactment
 from protocols.engine.gateway import Gateway
 from protocols.engine.home import Home
 from protocols.membership.liveness import Liveness
@@ -29,7 +30,7 @@ from protocols.membership.members import Members, State
 from protocols.overlay.overlays import MADE_BY
 from protocols.ports import DatabaseError
 from protocols.records import Records
-from protocols.strategies.pilots.assignment import preload
+from protocols.strategies.service import Work
 from protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
 from protocols.wire.rpc import CallFailed, Refused, Rpc
 
@@ -450,10 +451,15 @@ class Daemon:
                 self.records.joined(new.contact)
 
     async def _preload(self) -> None:
-        """What a site's master pilot needs, before its first large round."""
-        await self.enactment.master.busy.wait()
-        await asyncio.to_thread(preload)
+        """What strategies load late, as it takes long."""
+        wanted = [one for s in self.enactment.services.values() for one in s.preloads()]
+        await asyncio.gather(*(self._load(event, load) for event, load in wanted))
         await asyncio.Event().wait()
+
+    @staticmethod
+    async def _load(wanted: asyncio.Event, load: Callable[[], None]) -> None:
+        await wanted.wait()
+        await asyncio.to_thread(load)
 
     async def _housekeep(self) -> None:
         while True:
@@ -568,15 +574,9 @@ class Daemon:
             "Journals, as home and as keeper",
             lambda: dict(self.enactment.keeping.counts),
         )
-        add(
-            "claims", "Claims of this peer's workflows", lambda: dict(self.enactment.tickets.counts)
-        )
-        add("cells", "Claims and tickets in its cells", lambda: dict(self.enactment.owner.counts))
-        add("tickets", "Tickets of this peer", lambda: dict(self.enactment.booth.counts))
-        add(
-            "pilot", "Rounds that this peer took part in", lambda: dict(self.enactment.pilot.counts)
-        )
-        add("master", "Rounds that this peer called", lambda: dict(self.enactment.master.counts))
+        for service in self.enactment.services.values():
+            for metric in service.metrics():
+                add(metric.name, metric.help, metric.counts)
         add("relay", "What went to and from a queue", lambda: dict(self.enactment.relay.counts))
         add(
             "restarts", "Parts of this peer begun again after an error", lambda: dict(self.restarts)

@@ -25,7 +25,7 @@ from protocols.engine import views
 from protocols.engine.answers import Problem
 from protocols.engine.gateway import Gateway
 from protocols.wire.messages import File
-from workflow.model import STRATEGIES
+from workflow.strategies import names
 from workflow.tree import DOCUMENT_BYTES_MAX
 
 from .blobs import OWN, BlobError, Blobs
@@ -250,8 +250,8 @@ class Http:
                 options[name] = _number(request, name)
         if "strategy" in request.query:
             options["strategy"] = strategy = request.query["strategy"]
-            if strategy not in STRATEGIES:
-                raise Problem(400, f"strategy is one of {', '.join(STRATEGIES)}")
+            if strategy not in names():
+                raise Problem(400, f"strategy is one of {', '.join(names())}")
         key = request.headers.get("Idempotency-Key")
         if key is not None:
             if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from protocols.engine import views
-from workflow.model import STRATEGIES
 from workflow.schema import WorkflowDocument
+from workflow.strategies import names
 
 VERSION = "0.1.0"
 
@@ -243,7 +243,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "wait": {"minimum": 0, "maximum": 1_000_000},
     "time_scale": {"minimum": 0, "maximum": 1_000_000},
     "size_scale": {"minimum": 0, "maximum": 1_000_000},
-    "strategy": {"enum": list(STRATEGIES)},
+    "strategy": {"enum": list(names())},
 }
 
 

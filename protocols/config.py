@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 #: two ways to find who owns a key: see protocols/overlay
 OVERLAYS = ("kademlia", "chord")
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +79,6 @@ class Config:
     sync_s_min: float = 0.5
     sync_s_max: float = 8.0
 
-    # --- the chemical layer
-    layer_rows_max: int = 4  # at a node: each peer has one, so the mean is one
-    layer_ttl_s: float = 25.0
-    layer_refresh_s: float = 8.0
-    layer_balance_s: float = 1.0  # before what is too much at a node goes on
-    layer_gap_s: float = 0.02  # between two words about oneself
-    layer_active_s: float = 60.0  # after the last one who wanted it
-    layer_wait_s: float = 5.0  # a wish, before it is said again
-    layer_wishes_max: int = 256
-    layer_walk_max: int = 64  # nodes, for one leg of a question
-    layer_empty_max: int = 20  # in a row: there is hardly anything behind them
-    layer_answer_s: float = 1.0  # at most; a question without an answer is asked again, carefully
-    layer_dry_s: float = 0.25  # where no peer was idle, none is looked for
-    layer_kinds_max: int = 12  # sorts of peers that are asked for at once
-    layer_sampled: int = 96
-    layer_fit_s: float = 5.0
-    layer_fit_min_s: float = 1.0  # times hundreds of members: sooner, where it fits badly
-
     # --- admission
     lease_ttl_s: float = 5.0
     leases_max: int = 4096
@@ -143,14 +128,11 @@ class Config:
     # --- homes
     tasks_max: int = 2_000_000  # of all workflows that run from one peer
 
-    # --- probe
-    probe_asked_min: int = 4
-    probe_asked_max: int = 24
-    probe_answer_s: float = 0.4  # soft: offers that come later are given back
-    probe_backoff_s_min: float = 0.05
-    probe_backoff_s_max: float = 2.0
-    probe_hold_after_s: float = 3.0  # a unit that waited so long asks for a place in a queue
-    probe_batch_max: int = 2000
+    # --- asking for room
+    offer_s: float = 0.4  # soft: offers that come later are given back
+    ask_backoff_s_min: float = 0.05
+    ask_backoff_s_max: float = 2.0
+    ask_batch_max: int = 2000
 
     # --- gangs: see strategies/gangs
     gang_hold_after_s: float = 3.0  # one that waited so long has peers keep room for it
@@ -161,43 +143,18 @@ class Config:
     gangs_at_once: int = 16  # that one home gathers peers for
     gang_asked_max: int = 200  # peers, in one try
 
-    # --- pilots: see strategies/pilots
-    pilots_round_s: float = 1.0  # for a whole round; each level of it has less
-    pilots_gather_s: float = 0.0  # between what calls for a round and the round
-    pilots_sweep_s: float = 5.0  # while something waits, all pilots are asked so often
-    pilots_sweep_s_max: float = 60.0
-    # Who has just made a file says that it has room when its home has heard of that: what reads the
-    # file may be the best it can get. Not for longer than this, nor than a part of what it ran.
-    pilots_settle_s: float = 1.0
-    pilots_settle_share: float = 0.05
-    # So long a task is left to those who hold its files; not longer than a part of what it takes.
-    pilots_local_s: float = 2.0
-    pilots_local_share: float = 0.05
-    pilots_idle_s: float = 2.0  # a pilot says again that it has room
-    pilots_spill_s: float = 1.0  # what finds no room at its site for so long goes to all sites
-    pilots_post_s: float = 2.0  # a home says that it is still there
-    pilots_patience_s: float = 3.0  # for an offer that is on its way
-    pilots_ranks: int = 16  # that a pilot names at least; four for each seat
-    pilots_lines_max: int = 5000  # on a site's list
-    pilots_cells_max: int = 300_000  # of the matrix that is solved exactly
-    # --- tickets: see strategies/tickets
-    # Bounds between the divisions of each numeric dimension, and how many divisions names have.
-    cell_cores: tuple[float, ...] = (2, 8, 32)
-    cell_speeds: tuple[float, ...] = (0.75, 1.25, 2.0)
-    cell_memory_gib: tuple[float, ...] = (4, 16, 64)
-    cell_words: int = 4
-    cell_peers_max: int = 64  # more of them in one cell are dealt out to shards of it
-    claim_cells_max: int = 1024  # f_min^d: all of them
-    claim_tries_max: int = 8  # cells in turn, before a claim waits in all
-    claim_refresh_s: float = 2.0
-    claim_ttl_s: float = 7.0  # three chances before a dead home's claim goes away
-    claims_max: int = 20_000
-    claim_answer_s: float = 1.0
-    ticket_on_change: bool = True  # False: at its times only, as in the paper
-    ticket_gather_s: float = 0.001  # what comes free within this goes in one ticket
-    ticket_refresh_s: float = 5.0  # with jitter, while somebody wants to know
-    ticket_wanted_s: float = 10.0  # while a claim waits, tickets are wanted for so long at a time
-    ticket_hold_after_s: float = 3.0  # a claim that waited so long asks for a place in a queue
+    # --- strategies: each has a section of its own, in its folder
+    sections: tuple[Any, ...] = ()
+
+    def of(self, kind: type[S]) -> S:
+        """A strategy's section: as it was set, or its defaults."""
+        return next((one for one in self.sections if isinstance(one, kind)), None) or kind()
+
+    def having(self, *sections: Any) -> Config:
+        """With these in place of what was set of their kinds."""
+        kinds = tuple(map(type, sections))
+        others = tuple(one for one in self.sections if not isinstance(one, kinds))
+        return replace(self, sections=(*others, *sections))
 
 
 LAN = Config()
@@ -213,7 +170,7 @@ WAN = Config(
     probe_timeout_s=2.0,
     knock_after_s=0.6,
     suspicion_s=6.0,
-    probe_answer_s=1.5,
+    offer_s=1.5,
     lease_ttl_s=15.0,
     gang_renew_s=3.0,
 )

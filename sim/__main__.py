@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import FrameType
 
 from protocols.config import LAN, OVERLAYS
-from workflow.model import STRATEGIES
+from workflow import strategies
 
 from .loop import run_out, with_fixed_hashes
 from .mutants import EXPECTED, MUTANTS, WORLDS, applied
@@ -158,7 +158,7 @@ def main() -> int:
     share = "of tasks that need several peers at once"
     parser.add_argument("--gangs", type=float, default=default.gangs, help=share)
     parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
-    known = [name for name in STRATEGIES if name != "auto"]
+    known = [name for name in strategies.names() if name != strategies.AUTO]
     parser.add_argument("--strategy", choices=known, default=default.strategy)
     parser.add_argument("--queue", action="store_true", help="a task queue, too: for pilots")
     parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)

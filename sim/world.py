@@ -24,6 +24,7 @@ from protocols.config import LAN, Config
 from protocols.consensus.placement import is_queued
 from protocols.consensus.replica import majority, shown
 from protocols.engine.answers import Problem
+from protocols.strategies.tickets.service import TicketsService
 from protocols.wire.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
 
 from .host import Host, QueueHost
@@ -463,7 +464,7 @@ class World:
             await asyncio.sleep(1.0 if self.plan.peers < CROWD_PEERS else 10.0)
             for host in self.up():
                 self._guard(host.enactment.admission.sanity_check)
-                for market in host.enactment.owner.markets.values():
+                for market in host.enactment.service(TicketsService).owner.markets.values():
                     self._guard(market.sanity_check)
                 self._guard(lambda host=host: self._check_reasons(host))  # type: ignore[misc]
 
@@ -668,7 +669,7 @@ class World:
         hosts = self.up()
         if len(hosts) <= max(1, self.plan.peers // 2):
             return
-        owners = [h for h in hosts if h.enactment.owner.markets]
+        owners = [h for h in hosts if h.enactment.service(TicketsService).owner.markets]
         if host is None and owners and self.rng.random() < 0.5:
             host = self.rng.choice(owners)  # with all its claims
         host = host or self.rng.choice(hosts)

@@ -6,16 +6,17 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.config import LAN, Config
+from protocols.strategies.chemical.config import ChemicalConfig
 from protocols.strategies.chemical.holder import Stretch, Wish, alike, rest_of, room
 from protocols.strategies.chemical.kinds import ALL, kind_of
 from protocols.strategies.chemical.layer import Layer, load
+from protocols.strategies.chemical.messages import Meta, Scale
 from protocols.strategies.chemical.questions import Questions
 from protocols.strategies.chemical.scale import (
     FIRST,
@@ -27,7 +28,7 @@ from protocols.strategies.chemical.scale import (
     place,
     tie,
 )
-from protocols.wire.messages import Capacity, Contact, Member, Meta, Needs, Scale, Ticket
+from protocols.wire.messages import Capacity, Contact, Member, Needs, Ticket
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer
 from tests.conftest import Cluster
@@ -82,7 +83,7 @@ def test_a_node_holds_few_and_the_last_in_order_go_on() -> None:
     for number in range(10):
         assert stretch.put(meta(number, number / 10), 0.0)
     passed = stretch.surplus(1.0)
-    assert len(stretch) == LAN.layer_rows_max
+    assert len(stretch) == ChemicalConfig().rows_max
     kept = stretch.between(0, STEPS, 1.0)
     assert [m.order for m in kept] == sorted(m.order for m in kept)
     assert max(m.order for m in kept) < min(m.order for m in passed) == stretch.gone_on(1.0)
@@ -97,7 +98,7 @@ def test_of_two_the_later_version_and_all_expire() -> None:
     assert not stretch.take(peer_id(1), 2)
     assert stretch.take(peer_id(1), 3)
     stretch.put(meta(2, 0.5), 0.0)
-    assert not stretch.between(0, STEPS, LAN.layer_ttl_s + 1)
+    assert not stretch.between(0, STEPS, ChemicalConfig().ttl_s + 1)
 
 
 def test_what_one_is_told_is_not_told_to_the_next() -> None:
@@ -111,7 +112,7 @@ def test_what_one_is_told_is_not_told_to_the_next() -> None:
 
 
 def test_wishes_are_bounded_and_end() -> None:
-    stretch = Stretch(replace(LAN, layer_wishes_max=3))
+    stretch = Stretch(LAN.having(ChemicalConfig(wishes_max=3)))
     for number in range(10):
         stretch.wish(Wish(peer_id(number), ONE, 1, 1, False, 5.0), 0.0)
     assert len(stretch.wishes) == 3
@@ -202,7 +203,7 @@ async def resources(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_question_is_answered_as_a_plain_list_would_also_after_churn(seed: int) -> None:
-    config = replace(LAN, layer_walk_max=200, layer_empty_max=200, layer_fit_s=1.0)
+    config = LAN.having(ChemicalConfig(walk_max=200, empty_max=200, fit_s=1.0))
 
     async def scenario() -> None:
         network = Network(seed, Faults(loss=0.01))
@@ -239,7 +240,7 @@ def test_a_question_is_answered_as_a_plain_list_would_also_after_churn(seed: int
 def test_no_node_holds_more_than_four_times_the_mean(kind: str) -> None:
     async def scenario() -> tuple[int, float]:
         network = Network(5)
-        peers = await resources(network, 120, replace(LAN, layer_fit_s=2.0))
+        peers = await resources(network, 120, LAN.having(ChemicalConfig(fit_s=2.0)))
         rng = random.Random(5)
         for peer in peers:
             zipf = min(99, int(rng.paretovariate(1.0)))
@@ -293,7 +294,7 @@ def test_nobody_says_anything_while_nobody_wants_the_layer() -> None:
         await peers[2].layer.want()
         await asyncio.sleep(2)
         assert all(p.layer.counts["published"] for p in peers)
-        await asyncio.sleep(LAN.layer_active_s + 2 * LAN.layer_ttl_s)
+        await asyncio.sleep(ChemicalConfig().active_s + 2 * ChemicalConfig().ttl_s)
         before = sum(p.layer.counts["published"] for p in peers)
         await asyncio.sleep(30)
         assert sum(p.layer.counts["published"] for p in peers) == before
@@ -379,7 +380,7 @@ def test_several_criteria_are_one_walk_over_those_that_meet_them(seed: int) -> N
 
     async def scenario() -> None:
         network = Network(seed, Faults(loss=0.01))
-        peers = await resources(network, 40, replace(LAN, layer_fit_s=1.0), large_each=8)
+        peers = await resources(network, 40, LAN.having(ChemicalConfig(fit_s=1.0)), large_each=8)
         rng = random.Random(seed)
         for peer in peers:
             peer.use(rng.choice((0, 30, 77, 100)) if peer.large else 0)

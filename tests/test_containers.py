@@ -168,7 +168,7 @@ def test_a_scaled_service_is_one_cluster(containers) -> None:
         except Exception:
             return False
 
-    wait_for(everybody, 60)
+    wait_for(everybody)
     tasks = {"a": {"foreach": 20, "command": ["sh", "-c", "sleep 0.3; id -u"]}}
     workflow = client.submit({"name": "containers", "tasks": tasks})
     assert workflow.wait() == "succeeded"
@@ -193,7 +193,7 @@ def test_the_queue_is_a_profile_of_its_own(containers) -> None:
         except Exception:
             return 0
 
-    wait_for(lambda: pilots() == 3, 60)
+    wait_for(lambda: pilots() == 3)
     tasks = {
         "a": {"foreach": 10, "command": "head -c 30000 /dev/zero > {item}", "outputs": ["{item}"]},
         "all": {"command": "cat ? | wc -c > sum", "inputs": ["?"], "outputs": ["sum"]},

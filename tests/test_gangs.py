@@ -440,7 +440,7 @@ def test_a_live_gang_knows_its_hosts_and_outlives_a_killed_peer(
     )
     task = {"peers": 3, "command": script, "outputs": ["out.{rank}"]}
     workflow = live.client().submit({"name": "gang", "tasks": {"t": task}})
-    wait_for(lambda: len({path.name[0] for path in meet.iterdir()}) == 3, 30)
+    wait_for(lambda: len({path.name[0] for path in meet.iterdir()}) == 3)
     ranks = [f"t[rank={rank}]" for rank in range(3)]
     at = [workflow.task(rank)["history"][0]["peer"] for rank in ranks]
     assert len(set(at)) == 3

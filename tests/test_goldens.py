@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from protocols.engine.journal import Journal, recorded
 from protocols.engine.runs import rebuilt
+from protocols.strategies import registry
 from protocols.wire import codec
 from protocols.wire.codec import Kind
 from protocols.wire.entries import BY_KIND, read
@@ -94,6 +95,7 @@ def message(cls: type[Message]) -> Message:
 
 def ours() -> list[type[Message]]:
     """The product's own: an experiment that is imported here, too, has messages of its own."""
+    assert registry.MADE_BY, "with these come their messages"
     listed = sorted(BY_NUMBER.items())
     return [cls for _, cls in listed if cls.__module__.split(".")[0] == "protocols"]
 

@@ -63,13 +63,13 @@ from protocols.strategies.base import Unit
 from protocols.strategies.pilots.ranking import problem, ranking
 from protocols.strategies.shares import Shares
 from protocols.strategies.tickets.market import Market
+from protocols.strategies.tickets.messages import Claim
 from protocols.strategies.waiting import Waiting
 from protocols.wire.entries import HomeForced, Submitted
 from protocols.wire.messages import (
     AttemptKey,
     Candidacy,
     Capacity,
-    Claim,
     Contact,
     Entry,
     Member,

@@ -13,8 +13,9 @@ import pytest
 
 from protocols.strategies.pilots import assignment, ranking
 from protocols.strategies.pilots.listing import Copy, List
+from protocols.strategies.pilots.messages import Line
 from protocols.strategies.pilots.regions import divide
-from protocols.wire.messages import Line, Needs
+from protocols.wire.messages import Needs
 
 LOW, HIGH = bytes(20), b"\xff" * 20
 

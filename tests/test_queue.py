@@ -29,7 +29,7 @@ def queue(tmp_path: Path) -> Iterator[Queue]:
 
 def joined(queue: Queue, cluster: Cluster, pilots: int) -> None:
     queue.start(cluster.token)
-    wait_for(lambda: _pilots(queue) == pilots, 30)
+    wait_for(lambda: _pilots(queue) == pilots)
 
 
 def _pilots(queue: Queue) -> int:
@@ -74,12 +74,12 @@ def test_a_workflow_through_the_queue_files_and_all(
     assert failing.wait() == "failed"
     assert failing.task("x")["exit_code"] == 3
     sleeping = client.submit({"name": "s", "tasks": {"x": {"command": "sleep 60"}}})
-    wait_for(lambda: sleeping.task("x")["state"] == "running", 20)
+    wait_for(lambda: sleeping.task("x")["state"] == "running")
     assert sleeping.task("x")["history"][-1]["peer"].startswith("site ")
-    wait_for(lambda: ": it was given to peer " in sleeping.task("x")["waiting_for"], 20)
+    wait_for(lambda: ": it was given to peer " in sleeping.task("x")["waiting_for"])
     sleeping.cancel()
     assert sleeping.wait() == "cancelled"
-    wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()), 20)
+    wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()))
 
 
 def test_the_master_and_the_queue_killed_in_the_middle(
@@ -89,16 +89,16 @@ def test_the_master_and_the_queue_killed_in_the_middle(
     joined(queue, cluster, 4)
     count = 150
     workflow = queue.client().submit(work(count, 0.1))
-    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 20, 30)
+    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 20)
     cluster.kill(min(peer["id"] for peer in cluster.peers()))
-    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 60, 30)
+    wait_for(lambda: workflow.view()["counts"].get("succeeded", 0) > 60)
     queue.kill()
     lowest = min(peer["id"] for peer in cluster.peers())
     left = next(i for i, peer in enumerate(cluster.peers()) if peer["id"] != lowest)
     direct = cluster.client(left)
     assert direct.submit(work(10, 0.01)).wait() == "succeeded", "without the queue"
     queue.start(cluster.token)
-    wait_for(lambda: _pilots(queue) == 3, 30)
+    wait_for(lambda: _pilots(queue) == 3)
     again = queue.client().workflow(workflow.id)
     assert again.wait() == "succeeded"
     assert again.read("total").split() == [str(sum(range(count))).encode()]
@@ -124,7 +124,7 @@ def test_two_clusters_on_one_queue_exchange_files(
 
 def test_who_may_ask_and_what_is_no_question(queue: Queue, cluster: Cluster) -> None:
     queue.start(cluster.token, VALENCE_LOCAL_URLS="yes")
-    wait_for(lambda: _healthy(queue), 20)
+    wait_for(lambda: _healthy(queue))
 
     def post(body: bytes, token: str) -> int:
         headers = {"Authorization": f"Bearer {token}"}

@@ -31,12 +31,14 @@ from protocols.wire.messages import (
     Contact,
     Hello,
     Member,
+    Message,
     Needs,
     Ping,
     Reserve,
     Room,
     Traits,
     Vacancy,
+    numbered,
 )
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
@@ -59,6 +61,14 @@ def test_numbers_are_unique_and_kept() -> None:
     assert BY_NUMBER[4] is Ping
     assert BY_NUMBER[20] is Reserve
     assert len(BY_NUMBER) == len(set(BY_NUMBER.values()))
+    with pytest.raises(ValueError, match="is Ping already"):
+        numbered(4)(Ping)
+    taken = type("Taken", (Message,), {"__module__": "protocols.strategies.probe.messages"})
+    with pytest.raises(ValueError, match="not for"):
+        numbered(110)(taken)
+    foreign = type("Foreign", (Message,), {"__module__": "elsewhere.messages"})
+    with pytest.raises(ValueError, match="not for"):
+        numbered(99)(foreign)
 
 
 def test_fields_of_a_newer_version_are_passed_over() -> None:

@@ -22,20 +22,20 @@ from protocols.config import LAN, Config
 from protocols.membership.members import Members, State
 from protocols.strategies.base import Placed, Unit
 from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.config import TicketsConfig
 from protocols.strategies.tickets.market import Market
+from protocols.strategies.tickets.messages import Claim, Offer
 from protocols.strategies.tickets.owner import Owner
 from protocols.strategies.tickets.provider import Booth
 from protocols.strategies.tickets.space import NEAR, Space, depth
 from protocols.wire.messages import (
     AttemptKey,
     Capacity,
-    Claim,
     Commit,
     Committed,
     Contact,
     Member,
     Needs,
-    Offer,
     Ticket,
     Traits,
     Work,
@@ -100,7 +100,7 @@ def made(rows: list[tuple[int, int, float, str, str, list[str]]]) -> list[Member
 def test_what_matches_always_meets(rows: list[object], needs: Needs, peers_max: int) -> None:
     """Completeness: a peer that meets the needs has its ticket in a cell that the claim goes to;
     and a claim goes to no cell where nobody could meet it."""
-    config = replace(LAN, cell_peers_max=peers_max)
+    config = LAN.having(TicketsConfig(cell_peers_max=peers_max))
     everybody = made(rows)  # type: ignore[arg-type]
     space = space_of(everybody, config)
     reached = {reach.cell for reach in space.reach(needs)}
@@ -270,7 +270,7 @@ def test_an_offer_that_was_lost_is_wanted_again_and_one_without_room_too() -> No
     assert found.post(HOME, claim(1, 2), 0.0)[0].promised == 2
     assert redeemed(found, 4, 0.5) == 0
     redeemed(found, 0, 0.5)
-    [(_, again)] = found.post(HOME, claim(1, 2), 0.5 + LAN.claim_refresh_s)[1]
+    [(_, again)] = found.post(HOME, claim(1, 2), 0.5 + TicketsConfig().claim_refresh_s)[1]
     assert again.count == 2, "nobody waited, so it was not asked to say more: it may be idle"
     found.short(HOME, 1, 2)
     assert redeemed(found, 4, 3.1) == 2
@@ -283,7 +283,7 @@ def test_soft_state_goes_away_by_itself() -> None:
     found.post(OTHER, claim(1, 2), 0.0)
     found.forget_home(OTHER)
     assert len(found) == 1
-    found.tick(LAN.claim_ttl_s + 0.1)
+    found.tick(TicketsConfig().claim_ttl_s + 0.1)
     assert len(found) == 0
     assert not found.ticket(member(1), Ticket(Capacity(2000, 2**32)), 9.0)
     assert not found.active(100.0)
@@ -295,7 +295,7 @@ def test_tickets_are_wanted_while_a_claim_waits() -> None:
     assert found.tell(peer_id(1), 0.0) == 0.0, "nobody waits"
     assert found.unheard(0.0) == [peer_id(1)]
     found.post(HOME, claim(1, 2, runtime_s=100.0), 0.5)
-    assert found.tell(peer_id(1), 0.5) == LAN.ticket_wanted_s
+    assert found.tell(peer_id(1), 0.5) == TicketsConfig().ticket_wanted_s
     assert not found.unheard(0.5)
     assert redeemed(found, 4, 1.0) == 2
     assert found.tell(peer_id(1), 1.0) == 0.0, "it has all it wants"
@@ -333,9 +333,9 @@ def test_a_large_need_is_held_a_place_beside_a_stream_of_small_ones() -> None:
     large = Needs(Capacity(8000))
     found.post(HOME, claim(1, 1, needs=large), 0.0)
     assert not found.tick(1.0)
-    held = found.tick(LAN.ticket_hold_after_s + 0.1)
+    held = found.tick(TicketsConfig().ticket_hold_after_s + 0.1)
     assert [(peer, row.hold, row.count) for peer, row in held] == [(peer_id(1), True, 1)]
-    assert not found.tick(LAN.ticket_hold_after_s + 0.2), "once is enough for a while"
+    assert not found.tick(TicketsConfig().ticket_hold_after_s + 0.2), "once is enough for a while"
 
 
 def test_where_it_failed_is_only_tried_when_it_has_waited() -> None:
@@ -344,7 +344,9 @@ def test_where_it_failed_is_only_tried_when_it_has_waited() -> None:
     avoiding = claim(1, 1, avoid=(peer_id(1),))
     assert not found.post(HOME, avoiding, 0.0)[1]
     assert not found.ticket(member(1), Ticket(Capacity(2000, 2**32)), 1.0)
-    assert found.ticket(member(1), Ticket(Capacity(2000, 2**32)), LAN.ticket_hold_after_s + 1)
+    assert found.ticket(
+        member(1), Ticket(Capacity(2000, 2**32)), TicketsConfig().ticket_hold_after_s + 1
+    )
 
 
 def test_matching_looks_at_lines_not_at_claims() -> None:
@@ -544,7 +546,7 @@ def test_an_idle_cluster_posts_no_tickets() -> None:
         peers = await traders(network, 10)
         peers[1].tickets.add(units(40))
         await until(lambda: len(finished(peers)) == 40)
-        await asyncio.sleep(LAN.ticket_wanted_s + LAN.ticket_refresh_s + 5)
+        await asyncio.sleep(TicketsConfig().ticket_wanted_s + TicketsConfig().ticket_refresh_s + 5)
         before = sum(p.booth.counts["tickets"] for p in peers)
         assert not any(p.owner.markets for p in peers)
         await asyncio.sleep(120.0)

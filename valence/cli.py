@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from protocols.config import OVERLAYS
-from workflow.model import STRATEGIES
 from workflow.problems import DocumentError
 from workflow.quantities import show_bytes, show_seconds
 from workflow.shown import plain
+from workflow.strategies import names
 
 from . import local
 from .client import Client, Problem, Unreachable, Workflow
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--time-scale", type=float, help="of a WfFormat instance's run times")
     sub.add_argument("--size-scale", type=float, help="of a WfFormat instance's file sizes")
     text = "how its tasks find peers, instead of what it says itself"
-    sub.add_argument("--strategy", choices=STRATEGIES, help=text)
+    sub.add_argument("--strategy", choices=names(), help=text)
     sub.add_argument("--key", help="an idempotency key: repeats submit once")
 
     sub = listing("ls", _ls, "List workflows, newest first.")

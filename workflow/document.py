@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from . import names, plan, quantities, tree
+from . import names, plan, quantities, strategies, tree
 from .foreach import Substitution, items, references
-from .model import STRATEGIES, Alternative, Needs, Reference, Source, Task, Workflow
+from .model import Alternative, Needs, Reference, Source, Task, Workflow
 from .problems import Path, Problems
 from .schema import (
     COMMAND_BYTES_MAX,
@@ -208,8 +208,8 @@ class _Reader:
         if trouble:
             self.problems.add(("rank",), trouble)
         strategy = value.get("strategy", "auto")
-        if isinstance(strategy, str) and strategy not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
+        if isinstance(strategy, str) and strategy not in strategies.names():
+            known = ", ".join(strategies.names())
             self.problems.add(("strategy",), f"unknown strategy {strategy!r}; there are: {known}")
         deadline = value.get("deadline")
         if isinstance(deadline, str | int | float) and not _is_deadline(deadline):

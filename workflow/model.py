@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-STRATEGIES = ("auto", "probe", "tickets", "chemical", "pilots")
-
 
 @dataclass(frozen=True, slots=True)
 class Needs:

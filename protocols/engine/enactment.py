@@ -10,8 +10,8 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..capacity.admission import Admission
 from ..capacity.door import Door
@@ -28,19 +28,10 @@ from ..membership.members import Members
 from ..ports import Blobs, JournalStorage, OutboxStorage, StorageElements, Workshop
 from ..records import Records
 from ..strategies.base import Placed, is_worth_reading
-from ..strategies.chemical.chemical import Chemical
-from ..strategies.chemical.layer import Layer
-from ..strategies.chemical.questions import Questions
 from ..strategies.gangs import Gangs
-from ..strategies.pilots.master import Master
-from ..strategies.pilots.pilot import Pilot
-from ..strategies.pilots.pilots import Pilots
-from ..strategies.pilots.site import Site
-from ..strategies.probe.probe import Probe
-from ..strategies.tickets.claims import Tickets
-from ..strategies.tickets.owner import Owner
-from ..strategies.tickets.provider import Booth
-from ..strategies.tickets.space import Space
+from ..strategies.pilots.service import PilotsService
+from ..strategies.registry import services
+from ..strategies.service import Context, Files, Service, Work
 from ..wire.messages import Outcome
 from ..wire.rpc import Rpc
 from .answers import Answers
@@ -56,8 +47,7 @@ from .retention import Holds
 
 log = logging.getLogger("valence.peer")
 
-#: begins something that runs for as long as the peer does
-Work = Callable[[], Coroutine[Any, Any, None]]
+S = TypeVar("S", bound=Service)
 
 HAND_ON_S_MIN = 1.0  # also if tasks took all of the grace
 
@@ -110,38 +100,22 @@ class Enactment:
             rng=rng,
             storage=storage,
         )
-        self.probe = Probe(rpc, members, rng, config, self.home.placed, self.home.estimate)
-        self.home.use(self.probe)
         self.gangs = Gangs(rpc, members, rng, config, clock, self.home.placed, self.home.estimate)
         self.home.use(self.gangs)
-        self.space = Space(members, config)
-        self.owner = Owner(rpc, members, self.space, rng, config)
-        self.tickets = Tickets(
-            rpc, members, self.space, rng, config, self.home.placed, self.home.estimate
-        )
-        self.home.use(self.tickets)
-        self.booth = Booth(rpc, members, self.space, rng, config, door.reserve, door.ticket)
-        self.layer = Layer(rpc, members, liveness, rng, config, door.ticket)
-        self.questions = Questions(rpc, members, self.layer, rng, config)
-        self.chemical = Chemical(
-            rpc, members, self.layer, self.questions, rng, config,
-            self.home.placed, self.home.estimate,
+        files = Files(lambda: blobs.cache.prefixes)
+        context = Context(
+            rpc, members, liveness, clock, rng, config, door, files, self._placed,
+            self.home.estimate,
         )  # fmt: skip
-        self.home.use(self.chemical)
-        self.site = Site(members)
-        self.pilot = Pilot(
-            rpc, members, self.site, rng, config,
-            door.reserve, door.ticket, lambda: blobs.cache.prefixes,
-        )  # fmt: skip
-        self.master = Master(rpc, members, self.site, self.pilot, rng, config)
-        self.pilots = Pilots(rpc, members, self.site, rng, config, self._placed, self.home.estimate)
-        self.home.use(self.pilots)
-        self.relay = Relay(rpc, members, self.site, self.pilots, rng, exchange)
+        self.services = services(context)
+        for service in self.services.values():
+            self.home.use(service.strategy)
+        site = self.service(PilotsService)
+        self.relay = Relay(rpc, members, site.site, site.pilots, rng, exchange)
         self.home.reception.relay = self.relay.report
         self.home.reception.still_held_elsewhere = self.relay.still_held
-        door.on_room += (self.booth.changed, self.layer.changed, self.pilot.changed)
-        door.looked_at.append(self.layer.look)
-        self.executor.on_made = self.pilot.made
+        self._site, self._files = site.site, files
+        self.executor.on_made = self._made
         self.outbox.on_let_go = self._let_go
         self.elections = Elections(self.keeping, self.home.take_up)
         self.tending = Tending(self.keeping)
@@ -166,6 +140,10 @@ class Enactment:
         self.keeping.on_company = self._stir
         liveness.watched = self._watched
 
+    def service(self, kind: type[S]) -> S:
+        """A strategy's part of this peer, by what it is."""
+        return next(one for one in self.services.values() if isinstance(one, kind))
+
     def load(self) -> None:
         """Before anybody is heard: what an earlier run of this peer left on its disk."""
         self.keeping.load()
@@ -180,18 +158,10 @@ class Enactment:
     def works(self) -> list[tuple[str, Work]]:
         """What runs for as long as the peer does; should one fail, it is begun again."""
         return [
-            ("probe", self.probe.run),
+            *(work for service in self.services.values() for work in service.works()),
             ("gangs", self.gangs.run),
             ("ganged", self.executor.watch_gangs),
             ("calls", self.executor.watch_calls),
-            ("claims", self.tickets.run),
-            ("cells", self.owner.run),
-            ("booth", self.booth.run),
-            ("layer", self.layer.run),
-            ("captures", self.chemical.run),
-            ("pilot", self.pilot.run),
-            ("master pilot", self.master.run),
-            ("pilots", self.pilots.run),
             ("relay", self.relay.run),
             ("relayed", self.relay.given.watch),
             ("given", self.home.given.watch),
@@ -213,7 +183,12 @@ class Enactment:
     def _let_go(self, ended: Outcome) -> None:
         """Its home has heard of it."""
         if is_worth_reading(ended.outputs):
-            self.pilot.heard()
+            for told in self._files.on_told:
+                told()
+
+    def _made(self, took_s: float) -> None:
+        for made in self._files.on_made:
+            made(took_s)
 
     def _placed(self, batch: list[Placed]) -> None:
         """Of workflows whose home is here; or of tasks that were pulled from a queue."""
@@ -225,7 +200,7 @@ class Enactment:
 
     async def _find_home(self, workflow: str) -> bytes | None:
         if is_queued(workflow) and self.relay.exchange is not None:
-            return self.site.master(self.site.name)
+            return self._site.master(self._site.name)
         found = await self._locate.home(workflow)
         return None if found == VOID_HOME else found
 
@@ -254,10 +229,7 @@ class Enactment:
         await self.holds.close()
         await self.relay.close()
         await self.home.close()
-        await self.owner.close()
-        await self.chemical.close()
-        await self.pilot.close()
-        await self.questions.close()
-        await self.layer.close()
+        for service in self.services.values():
+            await service.close()
         await self.keeping.close()
         await asyncio.sleep(0)

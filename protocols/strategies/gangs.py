@@ -96,7 +96,7 @@ class Gangs:
                 continue
             self._next_id += 1
             tag = GangTag(self._clock(), self._next_id)
-            gang = _Gang(unit, tag, now, now, self._config.probe_backoff_s_min)
+            gang = _Gang(unit, tag, now, now, self._config.ask_backoff_s_min)
             self._gangs[tag.id] = gang
             self._of.update(dict.fromkeys(unit.gang, gang))
             self._wake.set()
@@ -123,7 +123,7 @@ class Gangs:
         self._soon(g for g in self._gangs.values() if came or peer in g.holding)
 
     def _soon(self, gangs: Iterable[_Gang]) -> None:
-        at = self._now() + self._config.probe_backoff_s_min  # such news comes in crowds
+        at = self._now() + self._config.ask_backoff_s_min  # such news comes in crowds
         for gang in gangs:
             if at < gang.next_at:
                 gang.next_at = at
@@ -238,7 +238,7 @@ class Gangs:
         due_s = None if unit.deadline_at is None else unit.deadline_at - now
         room = Room(unit.needs, 1, self._estimate(unit), due_s, hold=hold, gang=gang.tag)
         try:
-            limit_s = self._config.probe_answer_s if not hold else self._config.gang_renew_s
+            limit_s = self._config.offer_s if not hold else self._config.gang_renew_s
             answer = await self._rpc.call(contact, Reserve(asks=(room,)), Offers, limit_s)
             grant = answer.grants[0] if answer.grants else Grant()
             gang.missed.pop(contact.id, None)

@@ -1,4 +1,4 @@
-"""All messages, together: frozen, numbered, append-only.
+"""The messages of the core: frozen, numbered, append-only. A strategy has its own in its folder.
 
 On the wire a message is its number and its fields in order, as msgpack, and so is every value in
 it. A field may be added at the end with a default; none is ever removed, reordered or given
@@ -31,16 +31,7 @@ Words = Annotated[tuple[Word, ...], Field(max_length=64)]
 Packed = Annotated[bytes, Field(max_length=8192)]
 TaskName = Annotated[str, Field(max_length=512)]
 FileName = Annotated[str, Field(max_length=1024)]
-Order = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Rank = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-
-
-#: files that are worth a way to who holds them: a part of the hash, and bytes
-Reads = Annotated[
-    tuple[tuple[Annotated[bytes, Field(min_length=8, max_length=8)], Natural], ...],
-    Field(max_length=16),
-]
 
 
 class Message(BaseModel):
@@ -67,17 +58,40 @@ class Message(BaseModel):
 M = TypeVar("M", bound=type[Message])
 BY_NUMBER: dict[int, type[Message]] = {}
 
+#: numbers are handed out here, so that no two ever mean different things; those in between are the
+#: core's. A strategy of another distribution takes some from 1,000 on.
+RANGES = {
+    "tickets": (*range(50, 57), 60),
+    "chemical": range(61, 73),
+    "pilots": range(79, 87),
+    "deadline": range(100, 120),
+    "clusters": range(120, 140),
+}
+FOREIGN_MIN = 1000
+
 
 def numbered(number: int, repeatable: bool = False) -> Callable[[M], M]:
     def register(cls: M) -> M:
         if number in BY_NUMBER:
             raise ValueError(f"message {number} is {BY_NUMBER[number].__name__} already")
+        if not _may_have(cls.__module__, number):
+            raise ValueError(f"message {number} is not for {cls.__module__} to take")
         cls.number = number
         cls.repeatable = repeatable
         BY_NUMBER[number] = cls
         return cls
 
     return register
+
+
+def _may_have(module: str, number: int) -> bool:
+    ours = __name__.rpartition(".wire.")[0]
+    if not module.startswith(ours):
+        return number >= FOREIGN_MIN
+    mine = next((r for name, r in RANGES.items() if f".strategies.{name}." in module), None)
+    if mine is not None:
+        return number in mine
+    return number < FOREIGN_MIN and not any(number in range for range in RANGES.values())
 
 
 # --------------------------------------------------------------------------- values
@@ -276,44 +290,6 @@ class Grant(NamedTuple):
     held: bool = False  # for a gang: what comes free here is kept for it
 
 
-class Claim(NamedTuple):
-    """What a home wants of one cell: room for units of the same needs. See strategies/tickets."""
-
-    id: Natural  # the home's own number for it
-    cell: Key
-    needs: Needs
-    wanted: Natural  # units, from the first on: those that were offered count among them
-    offered: Natural = 0  # of those, units that offers of this cell have reached the home for
-    rank_s: Seconds = 0.0  # seconds of work that hang on the first of them
-    waited_s: Seconds = 0.0
-    runtime_s: Seconds | None = None
-    deadline_in_s: float | None = None
-    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
-    near: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # these hold its inputs
-    owner: Annotated[str, Field(max_length=64)] = ""  # of its first unit
-
-
-class Prospect(NamedTuple):
-    """What a cell says of a claim: how many units it has promised in all, and what it has left."""
-
-    promised: Natural
-    free: Natural = 0  # units that would find room there now
-    others: Natural = 0  # units of other claims that wait there, too
-
-
-class Redemption(NamedTuple):
-    """A claim that meets a ticket: room for so many units is to be offered to that home."""
-
-    home: PeerId
-    claim: Natural
-    cell: Key
-    needs: Needs
-    count: Annotated[int, Field(ge=1, le=100_000)]  # type: ignore[assignment]
-    runtime_s: Seconds | None = None
-    deadline_in_s: float | None = None
-    hold: bool = False
-
-
 class Ticket(NamedTuple):
     """What a peer has free; and the places in its queue: for so much work, and so many units; or
     for units of so many thousandths of cores, however long they take."""
@@ -322,77 +298,6 @@ class Ticket(NamedTuple):
     queue_s: Seconds = 0.0
     queue_units: Natural = 0
     queue_cores: Natural = 0
-
-
-class Wanting(NamedTuple):
-    """Units of a home that are alike, and read the same files. `wanted` counts from the first on:
-    those that are `settled` (room came for them, or could not be given after all) among them."""
-
-    id: Natural  # the home's own number for them
-    needs: Needs
-    wanted: Natural
-    settled: Natural = 0
-    runtime_s: Seconds | None = None
-    deadline_in_s: float | None = None
-    waited_s: Seconds = 0.0
-    hangs_s: Seconds = 0.0  # seconds of work that hang on the first of them
-    reads: Reads = ()
-    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
-    rank: Annotated[str, Field(max_length=200)] = ""  # an expression; empty: as always
-    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of them
-
-
-class Line(NamedTuple):
-    """The same, on a site's list of tasks, as far as a pilot needs it to rank them."""
-
-    number: Natural
-    needs: Needs
-    waited_s: Seconds = 0.0
-    hangs_s: Seconds = 0.0
-    reads: Reads = ()
-    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()
-    rank: Annotated[str, Field(max_length=200)] = ""
-    dated: bool = False  # the first of them has a deadline
-    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of them
-
-
-class Bid(NamedTuple):
-    """What a pilot has free, and the tasks it would like most."""
-
-    pilot: PeerId
-    ticket: Ticket
-    ranks: Annotated[tuple[tuple[Natural, Rank], ...], Field(max_length=512)] = ()
-
-
-class Landing(NamedTuple):
-    """Units that are to run at a pilot: it offers room for them to their home."""
-
-    pilot: PeerId
-    home: PeerId
-    id: Natural
-    needs: Needs
-    count: Annotated[int, Field(ge=1, le=100_000)]  # type: ignore[assignment]
-    runtime_s: Seconds | None = None
-    deadline_in_s: float | None = None
-    rank: Rank = 0.0
-    hold: bool = False
-
-
-class Scale(NamedTuple):
-    """Where values lie on the ring: orders that divide what there is into equal parts."""
-
-    version: Natural
-    points: Annotated[tuple[Order, ...], Field(max_length=64)]
-
-
-class Meta(NamedTuple):
-    """A resource, as the layer of the chemical space has it: `order` is its value and a tie."""
-
-    peer: PeerId
-    order: Order
-    version: Natural = 0
-    free: Capacity = Capacity()
-    queues: bool = False  # units of a known run time may wait there
 
 
 class Entry(NamedTuple):
@@ -857,143 +762,6 @@ class HandedOn(Message):
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
 
 
-@numbered(50)
-class PostClaims(Message):
-    """To the owner of these claims' cells. One that wants nothing more is withdrawn."""
-
-    claims: Annotated[tuple[Claim, ...], Field(max_length=1000)]
-
-
-@numbered(51)
-class ClaimsPosted(Message):
-    """One for each."""
-
-    prospects: Annotated[tuple[Prospect, ...], Field(max_length=1000)]
-
-
-@numbered(52)
-class PostTicket(Message):
-    cells: Annotated[tuple[Key, ...], Field(min_length=1, max_length=2)]
-    ticket: Ticket
-    # what was to be redeemed and found no room: its cell, home, claim, units
-    short: Annotated[tuple[tuple[Key, PeerId, Natural, Natural], ...], Field(max_length=1000)] = ()
-
-
-@numbered(53)
-class TicketPosted(Message):
-    """Redeem these. `wanted_s`: for so long, say when there is room again."""
-
-    redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)] = ()
-    wanted_s: Seconds = 0.0
-    taken: bool = True  # False: an answer of this peer's is on its way; say it again
-
-
-@numbered(54)
-class Redeem(Message):
-    """From a cell's owner, to whom it believes to have room: offer it to these homes. If somebody
-    waits, or this is more than there is room for: for `wanted_s`, say when there is more."""
-
-    redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)]
-    wanted_s: Seconds
-    waits: bool = True
-
-
-@numbered(55)
-class Redeemed(Message):
-    """Units that room was offered for, one number for each; and what is left."""
-
-    offered: tuple[Natural, ...]
-    ticket: Ticket
-
-
-@numbered(79)
-class PostUnits(Message):
-    """From a home to a site's master pilot: what has changed. One that wants nothing more is
-    withdrawn. `lines`: how many there are with these; if that is not so, all is said again."""
-
-    units: Annotated[tuple[Wanting, ...], Field(max_length=2000)]
-    lines: Natural
-    anew: bool = False  # forget what was said before
-
-
-@numbered(80)
-class UnitsPosted(Message):
-    """`again`: this peer has not heard all of it."""
-
-    again: bool = False
-    pilots: Natural = 0  # of its site
-
-
-@numbered(81)
-class TaskList(Message):
-    """A site's list, as far as it has changed since `base`; to be passed on to all between `low`
-    and `high`, or to those of `among`, who are to bid within `wait_s`."""
-
-    master: PeerId
-    round: Natural
-    base: Natural
-    version: Natural
-    came: Annotated[tuple[Line, ...], Field(max_length=20_000)]
-    went: Annotated[tuple[Natural, ...], Field(max_length=20_000)]
-    low: PeerId
-    high: PeerId
-    among: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
-    wait_s: Seconds = 0.0
-    above: Annotated[tuple[PeerId, ...], Field(max_length=32)] = ()  # whom it came by
-    excerpt: bool = False  # some lines to be ranked now, whatever list there is
-    # lines that are so young that only who holds files of theirs is to bid for them
-    young: Annotated[tuple[Natural, ...], Field(max_length=20_000)] = ()
-
-
-@numbered(82)
-class TaskListed(Message):
-    """`behind`: this peer lacks what the changes follow on; send all of it."""
-
-    behind: bool = False
-
-
-@numbered(83)
-class Bids(Message):
-    """Of a region, on their way back to the master; of nobody, if nobody in it has room."""
-
-    master: PeerId
-    round: Natural
-    bids: Annotated[tuple[Bid, ...], Field(max_length=5000)]
-
-
-@numbered(84)
-class Assign(Message):
-    """Down the way that the bids came."""
-
-    master: PeerId
-    round: Natural
-    landings: Annotated[tuple[Landing, ...], Field(max_length=20_000)]
-
-
-@numbered(85)
-class Seats(Message):
-    """From a pilot to a home: leases for units of that number. May be lost: they expire."""
-
-    id: Natural
-    leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
-    short: Natural = 0  # units that there was no room for after all
-    rank: Rank = 0.0
-    master: PeerId = bytes(ID_BYTES)
-    round: Natural = 0
-
-
-@numbered(86)
-class Idle(Message):
-    """From a pilot to its master: there is room; and files it holds, by a part of their hashes.
-    `settling`: it has just made some of them, and for now has room only for what reads them."""
-
-    ticket: Ticket
-    held: Annotated[
-        tuple[Annotated[bytes, Field(min_length=8, max_length=8)], ...], Field(max_length=256)
-    ] = ()
-    settling: bool = False
-
-
 @numbered(87)
 class PullTasks(Message):
     """From a site's master pilot to a task queue, in bulk: who is there, what has ended, what was
@@ -1057,135 +825,7 @@ class Wanted(Message):
     unknown: tuple[AttemptKey, ...] = ()
 
 
-@numbered(56)
-class Offer(Message):
-    """To a home whose claim met this peer's ticket: leases for its units. May be lost: they expire,
-    and the home says again what it wants."""
-
-    claim: Natural
-    cell: Key
-    leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
-    queued: Natural = 0  # how many of them, the last ones, wait in the queue
-
-
-@numbered(60)
-class Shortfall(Message):
-    """To a home: peers that were thought to be idle were not, so fewer units of its claim than were
-    promised have room in this cell. May be lost: it says again what it wants."""
-
-    claim: Natural
-    cell: Key
-    promised: Natural
-
-
-@numbered(61)
-class Publish(Message):
-    """Resources whose place is here; and which of them are here no more, by their versions."""
-
-    metas: Annotated[tuple[Meta, ...], Field(max_length=64)]
-    gone: Annotated[tuple[tuple[PeerId, Natural], ...], Field(max_length=64)] = ()
-    scale: Natural = 0
-    hops: Natural = 0
-    kind: Needs = Needs()
-
-
-@numbered(62)
-class Published(Message):
-    scale: Scale | None = None  # a newer one
-
-
 # 63 and 64 were a question that came back from every node; they are not used again
-
-
-@numbered(65)
-class Appeared(Message):
-    """To one that waits: this resource has room for so many of its units."""
-
-    meta: Meta
-    needs: Needs
-    count: Natural
-
-
-@numbered(66)
-class Arouse(Message):
-    """To the speaker: somebody wants the layer, for peers of this kind. It has all peers told. Or a
-    question met many nodes in a row without anything where this scale has many."""
-
-    kind: Needs = Needs()
-    stale: Natural = 0  # its version, and one more
-
-
-@numbered(67, repeatable=True)
-class Sample(Message):
-    """Where do you stand?"""
-
-
-@numbered(68)
-class Sampled(Message):
-    order: Order
-
-
-Found = tuple[Meta, Natural]  # a resource, and units it should have room for
-
-
-@numbered(69)
-class Range(Message):
-    """Resources from one order on to below another, that have room for units of these needs: so
-    many units of it. It goes on from node to node, with what it has found so far; the last one
-    answers `home`. If there is too little, `home` is told for `wait_s` of what appears."""
-
-    home: PeerId
-    id: Natural  # it may come twice: then it is answered as before
-    low: Order
-    high: Order
-    kind: Needs
-    needs: Needs
-    count: Annotated[int, Field(ge=1, le=100_000)]
-    each: Annotated[int, Field(ge=1, le=100_000)]  # at most, of one resource
-    queue: bool
-    wait_s: Seconds
-    scale: Natural
-    top: Order  # up to here they are alike, if only `high` were not less
-    leg: Annotated[int, Field(ge=0, le=2)]  # see `questions`
-    nodes: Natural  # it may still visit, on this leg
-    empty: Natural  # in a row, that had nothing
-    again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
-    careful: bool = False  # each node makes sure that the next one has it
-    part: Natural = 0  # parts of the answer that were sent
-    dry: bool = False  # no resource was idle
-    stale: bool = False  # there was less than the scale says
-    avoid: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # not these
-    rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
-    owner: Annotated[str, Field(max_length=64)] = ""  # of the first of these units
-
-
-@numbered(70)
-class Ranged(Message):
-    """A part of the answer to a `Range`."""
-
-    id: Natural
-    part: Natural
-    last: bool
-    rows: Annotated[tuple[Found, ...], Field(max_length=64)]
-    dry: bool = False
-    scale: Scale | None = None  # a newer one
-    stale: bool = False
-
-
-@numbered(72)
-class Unwished(Message):
-    """To a node that told of what appeared: there is enough of it."""
-
-    needs: Needs
-
-
-@numbered(71)
-class InUse(Message):
-    """To all peers, in a wave: which kinds of peers are asked for on the layer, and for how long
-    from now on; and where they lie on it."""
-
-    scale: Scale
-    kinds: Annotated[tuple[tuple[Needs, Seconds], ...], Field(max_length=16)]
 
 
 @numbered(93, repeatable=True)

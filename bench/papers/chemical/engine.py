@@ -37,38 +37,38 @@ ALGORITHM_2 = read_rules(
 Program = Annotated[str, Field(max_length=1_000_000)]
 
 
-@numbered(200)
+@numbered(1000)
 class Store(Message):
     """A molecule whose id this node owns."""
 
     molecule: Program
 
 
-@numbered(201)
+@numbered(1001)
 class Fetch(Message):
     """A level that is not READY, out of the space."""
 
     id: Key
 
 
-@numbered(202)
+@numbered(1002)
 class Fetched(Message):
     molecule: Program
 
 
-@numbered(203)
+@numbered(1003)
 class TaskEnded(Message):
     key: AttemptKey
 
 
-@numbered(204)
+@numbered(1004)
 class LevelTaskEnded(Message):
     workflow: Word
     level: Natural
     task: Word
 
 
-@numbered(205)
+@numbered(1005)
 class Results(Message):
     workflow: Word
 

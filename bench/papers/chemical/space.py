@@ -30,6 +30,7 @@ from protocols.membership.members import Members
 from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
 from protocols.strategies.base import Placed, Unit
 from protocols.strategies.chemical.chemical import Chemical
+from protocols.strategies.chemical.config import ChemicalConfig
 from protocols.strategies.chemical.holder import USED_STEPS
 from protocols.strategies.chemical.layer import Layer
 from protocols.strategies.chemical.questions import Questions
@@ -64,11 +65,10 @@ VIRTUAL_S_MAX = 3600.0
 CONFIG = replace(
     LAN,
     members_max=20_000,
-    layer_active_s=1000.0,
-    layer_refresh_s=300.0,  # nobody dies here
-    layer_ttl_s=1000.0,
     lease_ttl_s=LEASE_S,
     vacancy_wishes_max=0,  # the paper tells nobody
+    # nobody dies here
+    sections=(ChemicalConfig(active_s=1000.0, refresh_s=300.0, ttl_s=1000.0),),
 )
 
 

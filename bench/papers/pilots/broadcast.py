@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import replace
 
+from protocols.strategies.pilots.config import PilotsConfig
+from protocols.strategies.pilots.messages import Line, TaskList
 from protocols.strategies.pilots.pilot import HIGH, LOW
-from protocols.wire.messages import Line, Message, Needs, TaskList
+from protocols.strategies.pilots.service import PilotsService
+from protocols.wire.messages import Message, Needs
 from sim.loop import run_out
 from sim.network import Faults, Network
 
@@ -18,7 +20,8 @@ from .field import FIELD, Node, nodes
 
 async def _broadcast(count: int, dead: float, loss: float, seed: int) -> dict[str, float]:
     network = Network(seed)
-    config = replace(FIELD, pilots_round_s=4.0)
+    own = PilotsConfig(round_s=4.0)
+    config = FIELD.having(own)
     made = nodes(network, count, config, None, ("site",), seed)
     rng = random.Random(seed)
     gone = rng.sample(made[1:], int(dead * count))
@@ -34,13 +37,17 @@ async def _broadcast(count: int, dead: float, loss: float, seed: int) -> dict[st
     leader = alive[0]
     lines = tuple(Line(n, Needs()) for n in range(1, 50))
     message = TaskList.of(
-        leader.rpc.me.id, 1, 0, 1, lines, (), LOW, HIGH, (), config.pilots_round_s, (), False, ()
+        leader.rpc.me.id, 1, 0, 1, lines, (), LOW, HIGH, (), own.round_s, (), False, ()
     )
     began = asyncio.get_running_loop().time()
-    round = await leader.enactment.pilot.lead(message)
+    round = await leader.enactment.service(PilotsService).pilot.lead(message)
     took_s = asyncio.get_running_loop().time() - began
     await asyncio.sleep(10.0)
-    reached = sum(node.enactment.pilot.counts["rounds"] > 0 for node in alive if node is not leader)
+    reached = sum(
+        node.enactment.service(PilotsService).pilot.counts["rounds"] > 0
+        for node in alive
+        if node is not leader
+    )
     return {
         "pilots": count,
         "reached": reached / (len(alive) - 1),
@@ -59,7 +66,7 @@ def _watch(
     regions: dict[bytes, set[tuple[bytes, bytes]]],
 ) -> None:
     """Each list that is handed over, and to which region."""
-    pilot = node.enactment.pilot
+    pilot = node.enactment.service(PilotsService).pilot
     hand = pilot._hand
     me = node.rpc.me.id
 

@@ -28,6 +28,8 @@ from protocols.engine.enactment import Enactment
 from protocols.membership.members import Members, believe
 from protocols.overlay.overlays import MADE_BY
 from protocols.records import Records
+from protocols.strategies.pilots.config import PilotsConfig
+from protocols.strategies.pilots.service import PilotsService
 from protocols.wire.codec import pack_member
 from protocols.wire.messages import (
     BlobPart,
@@ -226,8 +228,8 @@ class Field:
         self.plan = plan
         self.result = Result(tasks=plan.tasks)
         self.network = Network(plan.seed)
-        cells = 0 if plan.mode == "greedy" else FIELD.pilots_cells_max
-        self.config = replace(FIELD, pilots_cells_max=cells)
+        cells = 0 if plan.mode == "greedy" else PilotsConfig().cells_max
+        self.config = FIELD.having(PilotsConfig(cells_max=cells))
 
     async def run(self) -> Result:
         plan, result = self.plan, self.result
@@ -283,9 +285,12 @@ class Field:
             moved = task.won.moved if task.won is not None else Moved()
             result.moved.update(moved._asdict())
         for node in made:
-            result.counts.update(node.enactment.pilot.counts)
+            result.counts.update(node.enactment.service(PilotsService).pilot.counts)
             result.counts.update(
-                {f"master {k}": v for k, v in node.enactment.master.counts.items()}
+                {
+                    f"master {k}": v
+                    for k, v in node.enactment.service(PilotsService).master.counts.items()
+                }
             )
             result.counts.update({f"relay {k}": v for k, v in node.enactment.relay.counts.items()})
             result.bytes += node.rpc.counts.bytes_sent

@@ -26,6 +26,7 @@ from protocols.config import LAN, Config
 from protocols.membership.members import Members
 from protocols.strategies.base import Placed, Placement, Strategy, Unit
 from protocols.strategies.tickets.claims import Tickets
+from protocols.strategies.tickets.config import TicketsConfig
 from protocols.strategies.tickets.owner import Owner
 from protocols.strategies.tickets.provider import Booth
 from protocols.strategies.tickets.space import Space
@@ -60,8 +61,7 @@ VIRTUAL_S_MAX = 2e6
 NON_COOPERATIVE = ("non-cooperative", "task by task")
 
 #: as in the paper: 4 dimensions (processors, speed, architecture, system), f_min = 4
-GRID = replace(
-    LAN,
+MARKETS = TicketsConfig(
     cell_cores=(4, 16, 64),
     cell_speeds=(1.6, 2.0, 2.35),  # its quartiles
     cell_memory_gib=(),
@@ -71,9 +71,13 @@ GRID = replace(
     ticket_refresh_s=600.0,
     ticket_wanted_s=100.0,
     ticket_hold_after_s=1e9,
+)
+GRID = replace(
+    LAN,
     queue_s_max=0.0,
     lease_ttl_s=LEASE_S,
     vacancy_wishes_max=0,  # the paper tells nobody
+    sections=(MARKETS,),
 )
 
 
@@ -87,12 +91,13 @@ class Experiment:
 
     def config(self) -> Config:
         if self.mode == "interval":
-            return replace(
-                GRID, ticket_on_change=False, ticket_refresh_s=self.interval_s, queue_share=0.0
-            )
+            timed = replace(MARKETS, ticket_on_change=False, ticket_refresh_s=self.interval_s)
+            return replace(GRID, queue_share=0.0).having(timed)
         if self.mode == "centralised":  # one cell, so one owner; it need not plan ahead
-            one = replace(GRID, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6)
-            return replace(one, queue_share=0.0)
+            one = replace(
+                MARKETS, cell_cores=(), cell_speeds=(), cell_words=1, cell_peers_max=10**6
+            )
+            return replace(GRID, queue_share=0.0).having(one)
         if self.mode in NON_COOPERATIVE:
             return replace(GRID, queue_s_max=1e12, queue_units_max=10**9, patience_s=1e12)
         return GRID

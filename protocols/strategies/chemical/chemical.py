@@ -27,7 +27,6 @@ from ...wire.messages import (
     Capacity,
     Contact,
     Member,
-    Meta,
     Needs,
     Offers,
     Reserve,
@@ -37,7 +36,9 @@ from ...wire.messages import (
 from ...wire.rpc import CallFailed, Rpc
 from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..waiting import Group, GroupKey, Waiting
+from .config import ChemicalConfig
 from .layer import Layer
+from .messages import Meta
 from .questions import Questions
 from .scale import value_of
 
@@ -79,6 +80,7 @@ class Chemical:
         self._questions = questions
         self._rng = rng
         self._config = config
+        self._own = config.of(ChemicalConfig)
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate, by_avoid=True)
@@ -215,7 +217,7 @@ class Chemical:
                 self._in_vain.pop(key, None)
             else:
                 self._in_vain[key] = min(IN_VAIN_MAX, self._in_vain[key] + 1)
-                again_s = min(0.7 * self._config.layer_wait_s, AGAIN_S * 2 ** self._in_vain[key])
+                again_s = min(0.7 * self._own.wait_s, AGAIN_S * 2 ** self._in_vain[key])
                 self._ask_at[key] = self._now() + again_s * (0.7 + 0.6 * self._rng.random())
             self._wake.set()
 
@@ -245,7 +247,7 @@ class Chemical:
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
         room = Room(
             needs=group.needs,
-            count=max(1, min(count, group.left, self._config.probe_batch_max)),
+            count=max(1, min(count, group.left, self._config.ask_batch_max)),
             runtime_s=runtime_s,
             deadline_in_s=None if deadline_at is None else deadline_at - self._now(),
             queue=runtime_s is not None and self._waiting.may_queue,

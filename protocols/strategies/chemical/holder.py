@@ -2,7 +2,7 @@
 
 Rules:
 - One molecule of a peer; of two, the later version. They expire, and are said again before that.
-- A node holds a few (`layer_rows_max`). Of more, the last in their order go on to its successor,
+- A node holds a few (`rows_max`). Of more, the last in their order go on to its successor,
   after a moment and together: so the order along the ring stays what it was, and no node holds much
   more than others for long, whatever the values are.
 - Who asks is given a part of a molecule, or all of it, and nobody else is told of that: it is
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 from ...capacity.matching import slots
 from ...config import Config
-from ...wire.messages import Capacity, Meta, Needs
+from ...wire.messages import Capacity, Needs
 from ..shares import Shares
+from .config import ChemicalConfig
+from .messages import Meta
 from .scale import order
 
 USED_STEPS = 32
@@ -87,6 +89,7 @@ class Stretch:
         self.wishes: dict[WishKey, Wish] = {}
         self.shares = Shares()  # of owners who wish for something here
         self._config = config
+        self._own = config.of(ChemicalConfig)
         self._rows: list[tuple[float, bytes]] = []
         self._metas: dict[bytes, Meta] = {}
         self._until: dict[bytes, float] = {}
@@ -104,7 +107,7 @@ class Stretch:
         if old is None and len(self._rows) >= self._config.members_max:
             return False
         self._drop(meta.peer)
-        self._keep(meta, now + self._config.layer_ttl_s)
+        self._keep(meta, now + self._own.ttl_s)
         return True
 
     def _keep(self, meta: Meta, until: float) -> None:
@@ -124,13 +127,13 @@ class Stretch:
         begins anew, and order ends."""
         self.expire(now)
         spilled: list[Meta] = []
-        while (end := bisect_left(self._rows, (most, b""))) > self._config.layer_rows_max:
+        while (end := bisect_left(self._rows, (most, b""))) > self._own.rows_max:
             last = self._rows[end - 1][1]
             spilled.append(self._metas[last])
             self._drop(last)
         if spilled:
             first = min(found.order for found in spilled)
-            self._gone_on = (min(first, self.gone_on(now)), now + self._config.layer_ttl_s)
+            self._gone_on = (min(first, self.gone_on(now)), now + self._own.ttl_s)
         return spilled
 
     def gone_on(self, now: float) -> float:
@@ -161,7 +164,7 @@ class Stretch:
     def wish(self, wish: Wish, now: float) -> None:
         for key in [key for key, old in self.wishes.items() if old.until <= now]:
             del self.wishes[key]
-        if wish.key in self.wishes or len(self.wishes) < self._config.layer_wishes_max:
+        if wish.key in self.wishes or len(self.wishes) < self._own.wishes_max:
             kept = self.wishes.setdefault(wish.key, wish)  # who says it again keeps its place
             kept.count, kept.each, kept.until = wish.count, wish.each, wish.until
             kept.owner = wish.owner

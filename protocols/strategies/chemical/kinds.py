@@ -17,8 +17,9 @@ from ...capacity.matching import unmet
 from ...config import Config
 from ...membership.members import Members
 from ...overlay.chord import SIZE, clockwise
-from ...wire.messages import Capacity, Member, Meta, Needs, Scale
+from ...wire.messages import Capacity, Member, Needs
 from .holder import Stretch
+from .messages import Meta, Scale
 from .scale import key, order_at
 
 ALL = Needs()

@@ -29,29 +29,23 @@ from ...membership.members import Members, State
 from ...tasks import Tasks
 from ...wire.codec import Kind as Envelope
 from ...wire.codec import Malformed, decode, encode
-from ...wire.messages import (
+from ...wire.messages import Contact, Done, Member, Needs, Reserve, ReturnLeases, Room, Ticket
+from ...wire.rpc import CallFailed, Rpc
+from .config import ChemicalConfig
+from .holder import ROOM, alike, rest_of, room, used_of
+from .kinds import ALL, Kind
+from .messages import (
     Appeared,
     Arouse,
-    Contact,
-    Done,
     InUse,
-    Member,
     Meta,
-    Needs,
     Publish,
     Published,
-    Reserve,
-    ReturnLeases,
-    Room,
     Sample,
     Sampled,
     Scale,
-    Ticket,
     Unwished,
 )
-from ...wire.rpc import CallFailed, Rpc
-from .holder import ROOM, alike, rest_of, room, used_of
-from .kinds import ALL, Kind
 from .scale import FIRST, STEPS, TOP, fit, key, order, skew
 
 #: so many times more than by a new scale the fullest part may hold; or if a question found less
@@ -93,6 +87,7 @@ class Layer:
         self._liveness = liveness
         self._rng = rng
         self._config = config
+        self._own = config.of(ChemicalConfig)
         self._ticket = ticket
         self._wake = asyncio.Event()
         self._balancing = False
@@ -125,11 +120,11 @@ class Layer:
             now = self._now()
             for old in [n for n, k in self.kinds.items() if k.until < now and n != ALL]:
                 del self.kinds[old]
-            if len(self.kinds) >= self._config.layer_kinds_max:
+            if len(self.kinds) >= self._own.kinds_max:
                 self.counts["kinds_refused"] += 1
                 return self.kinds[ALL]
             found = self.kinds[needs] = Kind(needs, self._members, self._config)
-            found.until = now + self._config.layer_refresh_s
+            found.until = now + self._own.refresh_s
         return found
 
     # ----------------------------------------------------------------- wanting it
@@ -139,7 +134,7 @@ class Layer:
         kind, now = self.kind(needs), self._now()
         if now < kind.asked_until:
             return
-        kind.asked_until = now + self._config.layer_active_s / 3
+        kind.asked_until = now + self._own.active_s / 3
         contact = self._members.contact(self._members.speaker)
         try:
             if contact is not None:
@@ -151,7 +146,7 @@ class Layer:
         """A question found much less than the scale says: another one would be better."""
         now = self._now()
         contact = self._members.contact(self._members.speaker)
-        if now - self._said_misfits >= self._config.layer_fit_min_s and contact is not None:
+        if now - self._said_misfits >= self._own.fit_min_s and contact is not None:
             self._said_misfits = now
             self._rpc.tell(contact, Arouse(stale=self.scale.version + 1))
 
@@ -159,8 +154,8 @@ class Layer:
         kind, now = self.kind(message.kind), self._now()
         if message.stale == self.scale.version + 1:
             self._misfits.set()
-        if kind.until - now < 0.7 * self._config.layer_active_s:
-            kind.until = self.kinds[ALL].until = now + self._config.layer_active_s
+        if kind.until - now < 0.7 * self._own.active_s:
+            kind.until = self.kinds[ALL].until = now + self._own.active_s
             # a word may be lost: who misses it hears the next one
             self._liveness.announce(self._about(self.scale))
         return Done()
@@ -184,7 +179,7 @@ class Layer:
         now = self._now()
         for needs, left_s in message.kinds:
             kind = self.kind(needs)
-            kind.until = max(kind.until, now + min(self._config.layer_active_s, left_s))
+            kind.until = max(kind.until, now + min(self._own.active_s, left_s))
         self.adopt(message.scale)
         self._wake.set()
 
@@ -206,19 +201,19 @@ class Layer:
     async def _fit(self) -> None:
         """As the speaker, while it is wanted: see that no part of the ring is much fuller."""
         while True:
-            late_s = self._config.layer_fit_s * (0.75 + 0.5 * self._rng.random())
-            least_s = self._config.layer_fit_min_s * max(1.0, self._members.count / 100)
+            late_s = self._own.fit_s * (0.75 + 0.5 * self._rng.random())
+            least_s = self._own.fit_min_s * max(1.0, self._members.count / 100)
             self._misfits.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, late_s - least_s)):
                     await self._misfits.wait()
             # what has just begun is not what will be
-            await asyncio.sleep(min(least_s, self._config.layer_fit_s))
+            await asyncio.sleep(min(least_s, self._own.fit_s))
             if not self.active:
                 return
             if self._members.speaker != self._rpc.me.id:
                 continue
-            drawn = self._members.draw(self._rng, self._config.layer_sampled, ())
+            drawn = self._members.draw(self._rng, self._own.sampled, ())
             calls = [self._rpc.call(m.contact, Sample(), Sampled, 1.0) for m in drawn]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             found = [a.order for a in answers if isinstance(a, Sampled)]
@@ -281,11 +276,11 @@ class Layer:
         said_at = 0.0
         while True:
             try:
-                async with asyncio.timeout(self._config.layer_refresh_s if self.active else None):
+                async with asyncio.timeout(self._own.refresh_s if self.active else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
-            early_s = said_at + self._config.layer_gap_s - self._now()
+            early_s = said_at + self._own.gap_s - self._now()
             await asyncio.sleep(max(0.0, early_s))  # and what changes in this moment goes along
             self._wake.clear()
             said = False
@@ -307,7 +302,7 @@ class Layer:
             and alike(old.free, free, self._members.me.capacity)
             and (old.queues == queues or stands < ROOM * STEPS)
         )
-        if same and now - kind.said_at < self._config.layer_refresh_s / 2:
+        if same and now - kind.said_at < self._own.refresh_s / 2:
             return False
         self._version = max(self._version + 1, self._members.me.boot << 32)
         meta = Meta(me, stands, self._version, free, queues)
@@ -369,13 +364,13 @@ class Layer:
         if kind.needs != message.kind:
             return Published()  # there are too many kinds: it is among all others, too
         for wanted in (kind, self.kinds[ALL]):
-            wanted.until = max(wanted.until, now + self._config.layer_refresh_s)
+            wanted.until = max(wanted.until, now + self._own.refresh_s)
         for meta in message.metas:
             if kind.stretch.put(meta, now):
                 self._tell_wishes(kind, meta, now)
-        if len(kind.stretch) > self._config.layer_rows_max and not self._balancing:
+        if len(kind.stretch) > self._own.rows_max and not self._balancing:
             self._balancing = True
-            asyncio.get_running_loop().call_later(self._config.layer_balance_s, self._balance)
+            asyncio.get_running_loop().call_later(self._own.balance_s, self._balance)
         gone = tuple(row for row in message.gone if not kind.stretch.take(*row))
         gone = gone if kind.stretch.gone_on(now) < float("inf") else ()
         if gone and message.hops < HOPS_MAX:

@@ -24,11 +24,13 @@ from ...capacity.matching import unmet
 from ...config import Config
 from ...membership.members import Members, State
 from ...tasks import Tasks
-from ...wire.messages import Contact, Done, Found, Needs, Range, Ranged, ReturnLeases
+from ...wire.messages import Contact, Done, Needs, ReturnLeases
 from ...wire.rpc import CallFailed, RoundTrip, Rpc
+from .config import ChemicalConfig
 from .holder import Wish, room
 from .kinds import Kind, kind_of
 from .layer import Layer
+from .messages import Found, Range, Ranged
 from .scale import STEPS, place, stretch_from, tie
 
 #: units are dealt out to so many resources, if there are: one each of a few, more of many
@@ -83,6 +85,7 @@ class Questions:
         self._layer = layer
         self._rng = rng
         self._config = config
+        self._own = config.of(ChemicalConfig)
         self._next_id = rng.getrandbits(48)
         self._asked: dict[int, _Asked] = {}
         self._dry_until = -1.0
@@ -147,8 +150,8 @@ class Questions:
             home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
             each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
             low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
-            nodes=min(self._config.layer_walk_max, NODES_MIN + 2 * count), empty=0,
-            wait_s=self._config.layer_wait_s, scale=self._layer.scale.version,
+            nodes=min(self._own.walk_max, NODES_MIN + 2 * count), empty=0,
+            wait_s=self._own.wait_s, scale=self._layer.scale.version,
             avoid=self.avoidable(needs, avoid), owner=owner,
         )  # fmt: skip
         question = self._stretch(kind, question, question.low)
@@ -197,7 +200,7 @@ class Questions:
 
     def _answer_s(self) -> float:
         """An answer takes no longer, as answers go; else it was lost on its way."""
-        trip, most = self._trip, self._config.layer_answer_s
+        trip, most = self._trip, self._own.answer_s
         wanted = 2 * (trip.smoothed_s + 4 * trip.deviation_s)
         return min(most, max(most / 8, wanted)) if trip.smoothed_s else most
 
@@ -210,7 +213,7 @@ class Questions:
         else:
             asked.add(message)
             if message.dry:
-                self._dry_until = self._now() + self._config.layer_dry_s
+                self._dry_until = self._now() + self._own.dry_s
             self._hopeful = not message.dry
             if message.last and message.stale:
                 self._layer.misfits()
@@ -223,7 +226,7 @@ class Questions:
         kind = self._layer.kind(message.kind)
         if message.careful and self._was_here(message):
             return Done()  # its sender did not hear that, and has passed this node over
-        if message.nodes <= self._config.layer_walk_max:
+        if message.nodes <= self._own.walk_max:
             self._walk_on(kind, message, self._given_to(kind, message))
         return Done()
 
@@ -281,7 +284,7 @@ class Questions:
             if not left:
                 break
         if left and message.wait_s and message.leg != SEARCH:
-            until = now + min(message.wait_s, self._config.layer_wait_s)
+            until = now + min(message.wait_s, self._own.wait_s)
             wish = Wish(
                 message.home, message.needs, left, message.each, message.queue, until,
                 message.avoid, message.owner,
@@ -342,7 +345,7 @@ class Questions:
 
     def _patience(self, kind: Kind, message: Range) -> float:
         """Nodes in a row that have nothing, before a stretch is left: not many of one with many."""
-        scale, most = self._layer.scale, self._config.layer_empty_max
+        scale, most = self._layer.scale, self._own.empty_max
         share = place(scale, message.top) - place(scale, float(int(message.low)))
         return most if share * kind.count < most else most / 2
 

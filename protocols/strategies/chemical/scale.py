@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ...overlay.chord import SIZE
-from ...wire.messages import Scale
+from .messages import Scale
 
 STEPS = 1000
 TOP = STEPS + 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...wire.messages import Line
+from .messages import Line
 
 CHANGES_MAX = 20_000
 

@@ -27,26 +27,13 @@ from itertools import islice
 from ...capacity.matching import plus, slots, unmet
 from ...config import Config
 from ...membership.members import Members, State
-from ...wire.messages import (
-    Assign,
-    Bid,
-    Capacity,
-    Contact,
-    Idle,
-    Landing,
-    Line,
-    Member,
-    Needs,
-    PostUnits,
-    TaskList,
-    Ticket,
-    UnitsPosted,
-    Wanting,
-)
+from ...wire.messages import Capacity, Contact, Member, Needs, Ticket
 from ...wire.rpc import Rpc
 from ..shares import Shares
 from .assignment import Ranks, assign
+from .config import PilotsConfig
 from .listing import List
+from .messages import Assign, Bid, Idle, Landing, Line, PostUnits, TaskList, UnitsPosted, Wanting
 from .pilot import HIGH, LOW, Pilot
 from .ranking import by_default
 from .site import Site
@@ -106,6 +93,7 @@ class Master:
         self._pilot = pilot
         self._rng = rng
         self._config = config
+        self._own = config.of(PilotsConfig)
         self._orders: dict[int, _Order] = {}
         self._by_home: dict[bytes, dict[int, int]] = {}
         self._list = List(rng.getrandbits(40))  # another master's versions are others
@@ -126,7 +114,7 @@ class Master:
         self._swept_at = 0.0
         self._looked_at = 0.0  # for what never arrived
         self._shares = Shares()
-        self._sweep_s = config.pilots_sweep_s  # ever longer, while what is believed is right
+        self._sweep_s = self._own.sweep_s  # ever longer, while what is believed is right
         self._next = rng.getrandbits(40)
         self._round = rng.getrandbits(40)
         self._wake = asyncio.Event()
@@ -163,7 +151,7 @@ class Master:
                 del mine[wanting.id]
             return
         if number is None:
-            if len(self._orders) >= self._config.pilots_lines_max:
+            if len(self._orders) >= self._own.lines_max:
                 return  # its home hears that not all of it is here, and says it again
             self._next += 1
             number = mine[wanting.id] = self._next
@@ -248,7 +236,7 @@ class Master:
         self._holds(sender.id, message.held)
         self._settling.pop(sender.id, None)
         if message.settling:
-            self._settling[sender.id] = self._now() + self._config.pilots_settle_s + SETTLED_S
+            self._settling[sender.id] = self._now() + self._own.settle_s + SETTLED_S
         if self._needs_round(self._now()):
             self._wake.set()
 
@@ -294,13 +282,13 @@ class Master:
         while True:
             try:
                 # also with an empty list: what was given may never have arrived
-                most_s = min(self._sweep_s, self._config.pilots_patience_s)
+                most_s = min(self._sweep_s, self._own.patience_s)
                 async with asyncio.timeout(most_s if self._orders else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
-            await asyncio.sleep(self._config.pilots_gather_s)
+            await asyncio.sleep(self._own.gather_s)
             self._take_back(self._now())
             while self._needs_round(self._now()):
                 if not await self._hold_round():
@@ -308,12 +296,12 @@ class Master:
 
     def _take_back(self, now: float) -> None:
         """What was given and never arrived. Looked for now and then: there may be many lines."""
-        if now - self._looked_at < self._config.pilots_patience_s / 4:
+        if now - self._looked_at < self._own.patience_s / 4:
             return
         self._looked_at = now
         for order in self._orders.values():
             lost = order.given - order.wanting.settled
-            if lost > 0 and now - order.given_at > self._config.pilots_patience_s:
+            if lost > 0 and now - order.given_at > self._own.patience_s:
                 order.given = order.wanting.settled
                 self.counts["given_again"] += lost
                 self._relist(order)
@@ -348,7 +336,7 @@ class Master:
         young = tuple(left) if everyone else tuple(x.number for x in came if x.number in left)
         message = TaskList.of(
             me, self._round, base, self._list.version, came, went, LOW, HIGH,
-            () if everyone else tuple(sorted(asked)), self._config.pilots_round_s, (), not everyone,
+            () if everyone else tuple(sorted(asked)), self._own.round_s, (), not everyone,
             young,
         )  # fmt: skip
         self._fresh.clear()
@@ -372,17 +360,17 @@ class Master:
         """All were asked: again soon, if some have room of which nothing was known."""
         roomy = {bid.pilot for bid in bids if bid.ticket.free.millicores > 0}
         surprising = len(roomy - believed) > SURPRISING * len(bids)
-        longer_s = min(self._config.pilots_sweep_s_max, 2 * self._sweep_s)
-        self._sweep_s = self._config.pilots_sweep_s if surprising else longer_s
+        longer_s = min(self._own.sweep_s_max, 2 * self._sweep_s)
+        self._sweep_s = self._own.sweep_s if surprising else longer_s
 
     def _left_s(self, number: int, now: float) -> float:
         """For so long a line is left to those who hold its files: they may be about to say that
         they have room."""
-        order, config = self._orders[number], self._config
+        order, own = self._orders[number], self._own
         if not order.wanting.reads:
             return 0.0
-        share_s = config.pilots_local_share * (order.wanting.runtime_s or 0.0)
-        return order.since + min(config.pilots_local_s, share_s) - now
+        share_s = own.local_share * (order.wanting.runtime_s or 0.0)
+        return order.since + min(own.local_s, share_s) - now
 
     def _enough_of(self, pilots: list[bytes], left: Collection[int]) -> list[bytes]:
         """Where few units meet many idle pilots: those who hold their files, and some others."""
@@ -541,7 +529,7 @@ class Master:
                     order.wanting.owner, count * cores * (order.wanting.runtime_s or 1.0)
                 )
             w = order.wanting
-            hold = now - order.since > self._config.ticket_hold_after_s and not w.runtime_s
+            hold = now - order.since > self._own.hold_after_s and not w.runtime_s
             landing = Landing(
                 bids[p].pilot,
                 order.home,
@@ -592,7 +580,7 @@ class Master:
         if not len(ranks):
             return
         wanted = [n if line in some else 0 for line, n in enumerate(units)]
-        chosen, exactly = assign(seats, wanted, ranks, self._config.pilots_cells_max)
+        chosen, exactly = assign(seats, wanted, ranks, self._own.cells_max)
         self.counts["exact" if exactly else "greedy"] += 1
         for p, line, count in chosen:
             needs = orders[line].wanting.needs.capacity

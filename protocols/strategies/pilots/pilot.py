@@ -24,28 +24,12 @@ from ...capacity.matching import plus, slots, unmet
 from ...config import Config
 from ...membership.members import Members
 from ...tasks import Tasks
-from ...wire.messages import (
-    ID_BYTES,
-    Assign,
-    Bid,
-    Bids,
-    Capacity,
-    Contact,
-    Done,
-    Grant,
-    Idle,
-    Landing,
-    Line,
-    Needs,
-    Room,
-    Seats,
-    TaskList,
-    TaskListed,
-    Ticket,
-)
+from ...wire.messages import ID_BYTES, Capacity, Contact, Done, Grant, Needs, Room, Ticket
 from ...wire.rpc import CallFailed, Rpc
 from ..advertise import is_more
+from .config import PilotsConfig
 from .listing import Copy
+from .messages import Assign, Bid, Bids, Idle, Landing, Line, Seats, TaskList, TaskListed
 from .ranking import ranking
 from .regions import Region, divide
 from .site import Site
@@ -98,6 +82,7 @@ class Pilot:
         self._site = site
         self._rng = rng
         self._config = config
+        self._own = config.of(PilotsConfig)
         self._reserve = reserve
         self._ticket = ticket
         self._held = held
@@ -161,7 +146,7 @@ class Pilot:
             return
         answer = Bids(master=message.master, round=message.round, bids=tuple(round.bids))
         try:
-            await self._rpc.call(round.parent, answer, Done, self._config.pilots_round_s)
+            await self._rpc.call(round.parent, answer, Done, self._own.round_s)
         except CallFailed:
             self.counts["bids_lost"] += 1
 
@@ -315,7 +300,7 @@ class Pilot:
             # of those that are worth the same, each pilot names others
             row = (line.dated, value, self._rng.random(), number)
             found.setdefault(line.owner, []).append(row)
-        count = min(RANKS_MAX, max(self._config.pilots_ranks, 4 * most))
+        count = min(RANKS_MAX, max(self._own.ranks, 4 * most))
         each = -(-count // max(1, len(found)))  # no owner's lines hide another's
         named = [row for rows in found.values() for row in heapq.nlargest(each, rows)]
         return [(number, _bounded(value)) for _, value, _, number in named]
@@ -402,9 +387,9 @@ class Pilot:
         """A task that took so long has left files here: what reads them is known soon. Until then
         this pilot has room for nothing else; unless homes are too slow to hear for that to be worth
         it."""
-        config = self._config
+        own = self._own
         self._made_at = self._now()
-        patience_s = min(config.pilots_settle_s, config.pilots_settle_share * took_s)
+        patience_s = min(own.settle_s, own.settle_share * took_s)
         # (one at a time: where much ends, some seat would wait for ever)
         if self._hears_s <= patience_s and self._calm.is_set():
             self._settle(patience_s)
@@ -434,14 +419,14 @@ class Pilot:
         return is_more(self._told, self._ticket(), all_of_it, self._config)
 
     async def run(self) -> None:
-        again_s = self._config.pilots_idle_s
+        again_s = self._own.idle_s
         while True:
             # from when it was last said on, however often something else wakes this up
             due_s = max(0.0, self._said_at + again_s - self._now())
             try:
                 async with asyncio.timeout(due_s if self._now() < self._wanted_until else None):
                     await self._wake.wait()
-                await asyncio.sleep(self._config.ticket_gather_s)
+                await asyncio.sleep(self._own.say_gather_s)
                 if not self._calm.is_set():
                     self._say_idle(settling=True)
                     await self._calm.wait()
@@ -453,7 +438,7 @@ class Pilot:
             again, self._again = self._again, False
             if self._now() < self._wanted_until and (again or self._is_more()):
                 if not again:
-                    again_s = self._config.pilots_idle_s
+                    again_s = self._own.idle_s
                 self._say_idle()
 
     def _say_idle(self, settling: bool = False) -> None:

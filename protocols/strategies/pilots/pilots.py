@@ -25,22 +25,13 @@ from dataclasses import dataclass, field
 from ...capacity.matching import explain
 from ...config import Config
 from ...membership.members import Members
-from ...wire.messages import (
-    AttemptKey,
-    Capacity,
-    Contact,
-    Member,
-    Needs,
-    PostUnits,
-    ReturnLeases,
-    Seats,
-    UnitsPosted,
-    Wanting,
-)
+from ...wire.messages import AttemptKey, Capacity, Contact, Member, Needs, ReturnLeases
 from ...wire.rpc import CallFailed, Rpc
 from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
+from .config import PilotsConfig
+from .messages import PostUnits, Seats, UnitsPosted, Wanting
 from .site import Site
 
 UNITS_PER_MESSAGE = 1000
@@ -94,6 +85,7 @@ class Pilots:
         self._members = members
         self._site = site
         self._config = config
+        self._own = config.of(PilotsConfig)
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate, by_avoid=True, by_reads=True)
@@ -151,7 +143,7 @@ class Pilots:
     def _pause_s(self) -> float:
         now = self._now()
         due = [d.not_before for d in self._desks.values() if d.failed and d.not_before > now]
-        return max(0.02, min([self._config.pilots_spill_s / 2, *(at - now for at in due)]))
+        return max(0.02, min([self._own.spill_s / 2, *(at - now for at in due)]))
 
     # ----------------------------------------------------------------- posting
 
@@ -162,7 +154,7 @@ class Pilots:
         wanted: dict[str, dict[int, _Wanted]] = {site: {} for site in masters}
         for group in list(self._waiting.groups.values()):
             line = self._line(group, masters, now)
-            spill = now - max(line.offered_at, group.oldest_at) > self._config.pilots_spill_s
+            spill = now - max(line.offered_at, group.oldest_at) > self._own.spill_s
             line.spilled = line.spilled or (spill and group.needs.site is None)
             sites = masters if line.spilled else (line.site,)
             counts = (line.settled + group.left, line.settled)
@@ -230,7 +222,7 @@ class Pilots:
     async def _say(self, desk: _Desk, rows: list[Wanting], now: float) -> None:
         """What this master does not know yet; now and then that this home is still there."""
         contact = self._members.contact(desk.master)
-        due = now - desk.said_at >= self._config.pilots_post_s
+        due = now - desk.said_at >= self._own.post_s
         if contact is None or not (rows or (due and desk.told)):
             return
         anew = not desk.told

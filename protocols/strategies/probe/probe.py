@@ -45,6 +45,7 @@ from ...wire.rpc import CallFailed, Rpc
 from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
+from .config import ProbeConfig
 
 GROUPS_PER_ROUND = 32
 
@@ -85,6 +86,7 @@ class Probe:
         self._members = members
         self._rng = rng
         self._config = config
+        self._own = config.of(ProbeConfig)
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate)
@@ -154,7 +156,7 @@ class Probe:
             return None
         now = self._now()
         times = [p.quiet_until - now for p in self._peers.values() if p.quiet_until > now]
-        return max(0.001, min([*times, self._config.probe_backoff_s_max]))
+        return max(0.001, min([*times, self._config.ask_backoff_s_max]))
 
     async def _round(self) -> None:
         self._waiting.regroup()
@@ -200,12 +202,12 @@ class Probe:
         need = group.needs.capacity
         each = sum(slots(m.capacity, need) for m in ready) / len(ready)
         count = math.ceil(group.left / max(1.0, each)) + 2
-        count = min(len(ready), max(config.probe_asked_min, min(config.probe_asked_max, count)))
+        count = min(len(ready), max(self._own.asked_min, min(self._own.asked_max, count)))
         chosen = self._rng.sample(ready, count)
         top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
         waited = now - group.oldest_at
-        hold = waited > config.probe_hold_after_s
+        hold = waited > self._own.hold_after_s
         fair = math.ceil(1.5 * group.left / count)
         rooms = []
         for member in chosen:
@@ -213,7 +215,7 @@ class Probe:
             rooms.append(
                 Room(
                     needs=group.needs,
-                    count=max(1, min(group.left, wanted, config.probe_batch_max)),
+                    count=max(1, min(group.left, wanted, config.ask_batch_max)),
                     runtime_s=runtime_s,
                     deadline_in_s=None if deadline_at is None else deadline_at - now,
                     queue=runtime_s is not None and self._waiting.may_queue,
@@ -241,7 +243,7 @@ class Probe:
             message = Reserve(asks=tuple(room for _, room in rows))
             call = self._rpc.call(member.contact, message, Offers, self._config.lease_ttl_s / 2)
             calls[asyncio.ensure_future(call)] = (member, rows)
-        done, late = await asyncio.wait(calls, timeout=self._config.probe_answer_s)
+        done, late = await asyncio.wait(calls, timeout=self._config.offer_s)
         now = self._now()
         asked: list[tuple[bytes, Group, int, str]] = []
         answers: list[tuple[Member, list[tuple[Group, Room]], Offers]] = []
@@ -375,10 +377,10 @@ class Probe:
 
     def _refused(self, peer: _Peer, now: float) -> None:
         config = self._config
-        wait_s = config.probe_backoff_s_min * 2 ** min(10, peer.refused_in_a_row)
+        wait_s = config.ask_backoff_s_min * 2 ** min(10, peer.refused_in_a_row)
         peer.refused_in_a_row += 1
         jitter = 0.5 + self._rng.random()
-        peer.quiet_until = now + min(config.probe_backoff_s_max, wait_s) * jitter
+        peer.quiet_until = now + min(config.ask_backoff_s_max, wait_s) * jitter
 
     def _came_late(self, task: asyncio.Task[Offers], to: Contact) -> None:
         self._late.discard(task)

@@ -26,23 +26,13 @@ from dataclasses import dataclass, field
 from ...capacity.matching import explain
 from ...config import Config
 from ...membership.members import Members
-from ...wire.messages import (
-    AttemptKey,
-    Capacity,
-    Claim,
-    ClaimsPosted,
-    Contact,
-    Member,
-    Offer,
-    PostClaims,
-    Prospect,
-    ReturnLeases,
-    Shortfall,
-)
+from ...wire.messages import AttemptKey, Capacity, Contact, Member, ReturnLeases
 from ...wire.rpc import CallFailed, Rpc
 from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
+from .config import TicketsConfig
+from .messages import Claim, ClaimsPosted, Offer, PostClaims, Prospect, Shortfall
 from .space import Cell, Reach, Space
 
 CLAIMS_PER_MESSAGE = 500
@@ -106,6 +96,7 @@ class Tickets:
         self._space = space
         self._rng = rng
         self._config = config
+        self._own = config.of(TicketsConfig)
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate, by_avoid=True)
@@ -158,10 +149,10 @@ class Tickets:
         while True:
             now = self._now()
             if refresh_at <= now:
-                refresh_at = now + self._config.claim_refresh_s * (0.8 + 0.2 * self._rng.random())
+                refresh_at = now + self._own.claim_refresh_s * (0.8 + 0.2 * self._rng.random())
             unknown = any(group.size is None for group in self._waiting.groups.values())
             wait_s = min(refresh_at - now, self._look_s) if unknown else refresh_at - now
-            self._look_s = min(self._config.claim_refresh_s, 1.5 * self._look_s)
+            self._look_s = min(self._own.claim_refresh_s, 1.5 * self._look_s)
             try:
                 async with asyncio.timeout(wait_s if self._waiting or self._posts else None):
                     await self._wake.wait()
@@ -175,7 +166,7 @@ class Tickets:
 
     async def _round(self, refresh: bool) -> None:
         self._waiting.regroup()
-        for _ in range(self._config.claim_tries_max + 2):  # some cells in turn, then all
+        for _ in range(self._own.claim_tries_max + 2):  # some cells in turn, then all
             asks: list[tuple[_Post, _Stall, Claim]] = []
             for post in list(self._posts.values()):
                 if post.key not in self._waiting.groups:
@@ -199,7 +190,7 @@ class Tickets:
         return found
 
     def _asks(self, group: Group, refresh: bool) -> list[tuple[_Post, _Stall, Claim]]:
-        reach = self._space.reach(group.needs)[: self._config.claim_cells_max]
+        reach = self._space.reach(group.needs)[: self._own.claim_cells_max]
         if not reach:
             group.reason = explain(self._members.here(), group.needs) or "no peer is here"
             return []
@@ -208,14 +199,14 @@ class Tickets:
             self._next_id += 1
             post = self._posts[group.key] = _Post(self._next_id, group.key)
             self._ids[post.id] = post
-        now, patience_s = self._now(), self._config.claim_refresh_s
+        now, patience_s = self._now(), self._own.claim_refresh_s
         for stall in post.stalls.values():
             stall.peers = 0  # in cells that nobody lives in any more
         stalls = [self._stall(post, one) for one in reach]
         coming = {s.cell.key: s.under_way(now, patience_s) for s in post.stalls.values()}
         need = group.left - sum(coming.values())
         found = []
-        part_left = need if post.tries < self._config.claim_tries_max else 0
+        part_left = need if post.tries < self._own.claim_tries_max else 0
         post.tries += 1
         for stall, one in zip(stalls, reach, strict=True):
             if part_left <= 0:
@@ -290,9 +281,7 @@ class Tickets:
             if contact is None:
                 raise CallFailed("it is gone")
             message = PostClaims.of(tuple(claim for _, _, claim in rows))
-            answer = await self._rpc.call(
-                contact, message, ClaimsPosted, self._config.claim_answer_s
-            )
+            answer = await self._rpc.call(contact, message, ClaimsPosted, self._own.claim_answer_s)
         except CallFailed as error:
             for _, stall, _ in rows:
                 stall.posted = stall.offered  # tried again with the next refresh

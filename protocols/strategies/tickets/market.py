@@ -30,8 +30,10 @@ from dataclasses import dataclass, field
 from ...capacity.admission import NO_DEADLINE_S
 from ...capacity.matching import plus, slots, unmet
 from ...config import Config
-from ...wire.messages import Capacity, Claim, Member, Needs, Prospect, Redemption, Ticket
+from ...wire.messages import Capacity, Member, Needs, Ticket
 from ..shares import Shares
+from .config import TicketsConfig
+from .messages import Claim, Prospect, Redemption
 
 ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
 Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
@@ -88,11 +90,12 @@ class Market:
         self.active_at = 0.0  # when a claim was last here
         self.tickets: dict[bytes, _Booked] = {}
         self._config = config
+        self._own = config.of(TicketsConfig)
         self._rng = rng
         self._claims: dict[ClaimKey, _Standing] = {}
         self._lines: dict[Needs, dict[str, list[_Place]]] = {}  # by needs, then by owner
         self._count = 0
-        self._runtime_s = config.claim_answer_s
+        self._runtime_s = self._own.claim_answer_s
         self._left_before = (-1.0, 0)
         self._shares = Shares()  # of owners whose claims wait here
 
@@ -117,21 +120,21 @@ class Market:
             standing = None
         if standing is None:
             order = _order(claim, now)
-            expires_at = now + self._config.claim_ttl_s
+            expires_at = now + self._own.claim_ttl_s
             since = now - claim.waited_s
             standing = _Standing(key, claim, order, claim.offered, now, expires_at, since)
             self._claims[key] = standing
             self._line_up(standing)
         else:
             idle = not standing.left
-            if now - standing.matched_at > self._config.claim_refresh_s:
+            if now - standing.matched_at > self._own.claim_refresh_s:
                 standing.matched = claim.offered  # what has not arrived by now never will
             standing.matched = max(standing.matched, claim.offered)
             if standing.claim.owner != claim.owner:  # to another line
                 idle = True
                 self._rest(standing)
             standing.claim = claim
-            standing.expires_at = now + self._config.claim_ttl_s
+            standing.expires_at = now + self._own.claim_ttl_s
             standing.since = now - claim.waited_s
             # units that came later have not waited as long as those that were here first
             order = _order(claim, now)
@@ -145,7 +148,7 @@ class Market:
         self._note(standing)
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
         found: list[Match] = []
-        if self._config.ticket_on_change:
+        if self._own.ticket_on_change:
             self._pace(claim.runtime_s)
             for booked in self.tickets.values():
                 if booked.told_until <= now:
@@ -215,7 +218,7 @@ class Market:
         found: list[Match] = []
         for key in claims:
             standing = self._claims.get(key)
-            if standing is not None and self._config.ticket_on_change:
+            if standing is not None and self._own.ticket_on_change:
                 found += self._serve(standing, now, but)
         return found
 
@@ -233,7 +236,7 @@ class Market:
 
     def _pace(self, runtime_s: float | None) -> None:
         """How long tasks take here, of late."""
-        runtime_s = self._config.claim_answer_s if runtime_s is None else runtime_s
+        runtime_s = self._own.claim_answer_s if runtime_s is None else runtime_s
         self._runtime_s += (runtime_s - self._runtime_s) / 8
 
     def _guess(self, booked: _Booked, now: float) -> None:
@@ -249,7 +252,7 @@ class Market:
 
     def tell(self, peer: bytes, now: float) -> float:
         """For how long this peer is to say when it has more room: while a claim waits, that is."""
-        wanted_s = self._config.ticket_wanted_s if self.waits() else 0.0
+        wanted_s = self._own.ticket_wanted_s if self.waits() else 0.0
         booked = self.tickets.get(peer)
         if booked is not None:
             booked.told_until = now + wanted_s
@@ -266,7 +269,7 @@ class Market:
 
     def active(self, now: float) -> bool:
         """Somebody wants something here, or did a moment ago."""
-        return bool(self._claims) or now - self.active_at < self._config.ticket_wanted_s
+        return bool(self._claims) or now - self.active_at < self._own.ticket_wanted_s
 
     # ----------------------------------------------------------------- matching
 
@@ -290,7 +293,7 @@ class Market:
         return max(0, min(places, max(by_time, by_share)))
 
     def _avoids(self, standing: _Standing, peer: bytes, now: float) -> bool:
-        patient = now - standing.since < self._config.ticket_hold_after_s
+        patient = now - standing.since < self._own.ticket_hold_after_s
         return patient and peer in standing.claim.avoid
 
     def _give(
@@ -470,7 +473,7 @@ class Market:
         found: list[Match] = []
         for standing in list(self._claims.values()):
             waited_s = now - max(standing.since, standing.held_at)
-            if not standing.left or waited_s < self._config.ticket_hold_after_s:
+            if not standing.left or waited_s < self._own.ticket_hold_after_s:
                 continue
             fitting = [b for b in self.tickets.values() if self._meets(b, standing.claim.needs)]
             if fitting and not any(slots(b.free, standing.claim.needs[0]) for b in fitting):

@@ -21,11 +21,12 @@ from collections import Counter, defaultdict
 from ...config import Config
 from ...membership.members import Members, State
 from ...tasks import Tasks
-from ...wire.messages import (
-    Capacity,
+from ...wire.messages import Capacity, Contact, Member, Ticket
+from ...wire.rpc import CallFailed, Rpc
+from .config import TicketsConfig
+from .market import ClaimKey, Market, Match
+from .messages import (
     ClaimsPosted,
-    Contact,
-    Member,
     PostClaims,
     PostTicket,
     Prospect,
@@ -33,11 +34,8 @@ from ...wire.messages import (
     Redeemed,
     Redemption,
     Shortfall,
-    Ticket,
     TicketPosted,
 )
-from ...wire.rpc import CallFailed, Rpc
-from .market import ClaimKey, Market, Match
 from .space import Space
 
 TICK_S = 0.5
@@ -55,6 +53,7 @@ class Owner:
         self._space = space
         self._rng = rng
         self._config = config
+        self._own = config.of(TicketsConfig)
         # cell and peer: so many answers are on their way
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
         self._tasks = Tasks()
@@ -67,7 +66,7 @@ class Owner:
 
     def _post_claims(self, sender: Contact, message: PostClaims) -> ClaimsPosted:
         now = self._now()
-        room = self._config.claims_max - sum(map(len, self.markets.values()))
+        room = self._own.claims_max - sum(map(len, self.markets.values()))
         prospects = []
         matches: dict[bytes, list[Match]] = defaultdict(list)
         for claim in message.claims:
@@ -101,7 +100,7 @@ class Owner:
 
     def _look_for(self, cell: bytes, market: Market) -> None:
         """Who lives there and has no ticket: a newcomer, or one whose answer was lost."""
-        if self._config.ticket_on_change:
+        if self._own.ticket_on_change:
             for member in self._space.members_of(cell):
                 if member.state == State.ALIVE and member.contact.id not in market.tickets:
                     market.expect(member)
@@ -124,7 +123,7 @@ class Owner:
         taken = True
         for cell in message.cells:
             market = self.markets.get(cell)
-            if market is None and not self._config.ticket_on_change:
+            if market is None and not self._own.ticket_on_change:
                 market = self._open(cell)
             if market is None or member is None:
                 continue
@@ -147,7 +146,7 @@ class Owner:
         self._redeem(cell, market.serve_again(claims, but, self._now()))
         for home, claim in dict.fromkeys(claims):
             promised, contact = market.promised(home, claim), self._members.contact(home)
-            if promised is not None and contact is not None and self._config.ticket_on_change:
+            if promised is not None and contact is not None and self._own.ticket_on_change:
                 self._rpc.tell(contact, Shortfall(claim=claim, cell=cell, promised=promised))
 
     def _redeem(self, cell: bytes, found: list[Match]) -> None:
@@ -158,7 +157,7 @@ class Owner:
             by_peer[peer].append(row)
         for peer, rows in by_peer.items():
             self._tasks.spawn(self._ask(cell, peer, tuple(rows)))
-        if market is not None and self._config.ticket_on_change and market.waits():
+        if market is not None and self._own.ticket_on_change and market.waits():
             for peer in market.unheard(self._now()):
                 if peer not in by_peer:
                     self._tasks.spawn(self._ask(cell, peer, ()))
@@ -173,11 +172,9 @@ class Owner:
             sent_at, waits = self._now(), bool(market.tell(peer, self._now()))
             self.counts["redeems"] += 1
             self.counts["notifications"] += sum(row.count for row in rows)
-            message = Redeem.of(rows, self._config.ticket_wanted_s, waits)
+            message = Redeem.of(rows, self._own.ticket_wanted_s, waits)
             try:
-                answer = await self._rpc.call(
-                    contact, message, Redeemed, self._config.claim_answer_s
-                )
+                answer = await self._rpc.call(contact, message, Redeemed, self._own.claim_answer_s)
             except CallFailed:
                 answer = None
             finally:
@@ -196,7 +193,7 @@ class Owner:
             if answer is None or member is None:
                 market.tickets.pop(peer, None)  # it is looked for again in a while
             elif short:
-                market.told(peer, sent_at + self._config.ticket_wanted_s)
+                market.told(peer, sent_at + self._own.ticket_wanted_s)
             if short:
                 self._serve_again(cell, short, peer)
             if answer is None or member is None:
@@ -218,7 +215,7 @@ class Owner:
             await asyncio.sleep(TICK_S)
             now = self._now()
             look = now >= look_at
-            look_at = now + self._config.ticket_refresh_s if look else look_at
+            look_at = now + self._own.ticket_refresh_s if look else look_at
             for cell, market in list(self.markets.items()):
                 if look:
                     self._look_for(cell, market)
@@ -236,7 +233,7 @@ class Owner:
             if new.state != State.ALIVE or anew:
                 market.tickets.pop(new.contact.id, None)
         came = new.state == State.ALIVE and (old is None or old.state != State.ALIVE or anew)
-        if came and self._config.ticket_on_change:
+        if came and self._own.ticket_on_change:
             for cell in self._space.cells_of(new):
                 found = self.markets.get(cell.key)
                 if found is not None and new.contact.id not in found.tickets:

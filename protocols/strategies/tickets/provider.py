@@ -17,22 +17,11 @@ from collections.abc import Callable
 
 from ...config import Config
 from ...membership.members import Members
-from ...wire.messages import (
-    Capacity,
-    Contact,
-    Grant,
-    Member,
-    Offer,
-    PostTicket,
-    Redeem,
-    Redeemed,
-    Redemption,
-    Room,
-    Ticket,
-    TicketPosted,
-)
+from ...wire.messages import Capacity, Contact, Grant, Member, Room, Ticket
 from ...wire.rpc import CallFailed, Rpc
 from ..advertise import is_more
+from .config import TicketsConfig
+from .messages import Offer, PostTicket, Redeem, Redeemed, Redemption, TicketPosted
 from .space import Space
 
 Reserve = Callable[[bytes, Room], Grant]
@@ -58,6 +47,7 @@ class Booth:
         self._space = space
         self._rng = rng
         self._config = config
+        self._own = config.of(TicketsConfig)
         self._reserve = reserve
         self._ticket = ticket
         self._told = Ticket(ticket().free)  # what the cell's owner believes
@@ -71,7 +61,7 @@ class Booth:
 
     def changed(self) -> None:
         """There may be more room than before."""
-        if self._config.ticket_on_change and self._is_wanted() and self._is_more():
+        if self._own.ticket_on_change and self._is_wanted() and self._is_more():
             self._wake.set()
 
     def _is_wanted(self) -> bool:
@@ -82,17 +72,17 @@ class Booth:
         return is_more(self._told, self._ticket(), all_of_it, self._config)
 
     async def run(self) -> None:
-        config, rng = self._config, self._rng
+        own, rng = self._own, self._rng
         while True:
-            if not config.ticket_on_change:  # as the paper has it
-                await asyncio.sleep(rng.expovariate(1 / config.ticket_refresh_s))
+            if not own.ticket_on_change:  # as the paper has it
+                await asyncio.sleep(rng.expovariate(1 / own.ticket_refresh_s))
                 await self._post()
                 continue
-            wait_s = config.ticket_refresh_s * (0.75 + 0.5 * rng.random())
+            wait_s = own.ticket_refresh_s * (0.75 + 0.5 * rng.random())
             try:
                 async with asyncio.timeout(wait_s if self._is_wanted() else None):
                     await self._wake.wait()
-                await asyncio.sleep(config.ticket_gather_s)
+                await asyncio.sleep(own.ticket_gather_s)
             except TimeoutError:
                 pass
             self._wake.clear()
@@ -114,7 +104,7 @@ class Booth:
             self.counts["tickets"] += 1
             try:
                 answer = await self._rpc.call(
-                    contact, message, TicketPosted, self._config.claim_answer_s
+                    contact, message, TicketPosted, self._own.claim_answer_s
                 )
             except CallFailed:
                 # said again soon, there or to whom comes after it; but not for ever
@@ -122,7 +112,7 @@ class Booth:
                 self._told = Ticket(Capacity())
                 self._failures += 1
                 if self._failures <= FAILURES_MAX:
-                    wanted_s = max(wanted_s, self._config.ticket_refresh_s)
+                    wanted_s = max(wanted_s, self._own.ticket_refresh_s)
                 await asyncio.sleep(AGAIN_S)
                 continue
             self._failures = 0

@@ -32,6 +32,7 @@ from ...config import Config
 from ...membership.members import Members, State
 from ...overlay.overlays import far
 from ...wire.messages import Capacity, Member, Needs, Traits
+from .config import TicketsConfig
 
 #: counts within this share of a step between two numbers of shards are taken for both
 NEAR = 0.2
@@ -69,13 +70,13 @@ def _word(text: str, divisions: int) -> int:
     return int.from_bytes(digest, "big") % divisions
 
 
-def coordinates(capacity: Capacity, traits: Traits, config: Config) -> Coordinates:
+def coordinates(capacity: Capacity, traits: Traits, own: TicketsConfig) -> Coordinates:
     return (
-        bisect_right(config.cell_cores, capacity.millicores / 1000),
-        bisect_right(config.cell_speeds, traits.speed),
-        bisect_right(config.cell_memory_gib, capacity.memory_bytes / 2**30),
-        _word(traits.arch, config.cell_words),
-        _word(traits.os, config.cell_words),
+        bisect_right(own.cell_cores, capacity.millicores / 1000),
+        bisect_right(own.cell_speeds, traits.speed),
+        bisect_right(own.cell_memory_gib, capacity.memory_bytes / 2**30),
+        _word(traits.arch, own.cell_words),
+        _word(traits.os, own.cell_words),
     )
 
 
@@ -106,6 +107,7 @@ class Space:
     def __init__(self, members: Members, config: Config) -> None:
         self._members = members
         self._config = config
+        self._own = config.of(TicketsConfig)
         self._far = far(config.overlay)
         # These are empty while nobody wants to know: then changes cost nothing
         self._counts: Counter[Coordinates] = Counter()
@@ -115,7 +117,7 @@ class Space:
         members.listen(self._reigns, at_stake=self._owners)
 
     def _place(self, member: Member) -> Coordinates:
-        return coordinates(member.capacity, member.traits, self._config)
+        return coordinates(member.capacity, member.traits, self._own)
 
     def _count(self, place: Coordinates) -> int:
         if not self._counts:
@@ -138,14 +140,14 @@ class Space:
     def cells_of(self, member: Member) -> list[Cell]:
         """Where a peer's ticket goes: one cell, or two near a step between two depths."""
         place = self._place(member)
-        count, most = self._count(place), self._config.cell_peers_max
+        count, most = self._count(place), self._own.cell_peers_max
         depths = {depth(count * (1 - NEAR), most), depth(count * (1 + NEAR), most)}
         return [Cell(place, d, shard(member.contact.id, d)) for d in sorted(depths)]
 
     def cell_of(self, member: Member) -> Cell:
         """Where a claim would look for it."""
         place = self._place(member)
-        found = depth(self._count(place), self._config.cell_peers_max)
+        found = depth(self._count(place), self._own.cell_peers_max)
         return Cell(place, found, shard(member.contact.id, found))
 
     def members_of(self, key: bytes) -> list[Member]:
