@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 3
 
-.PHONY: demo test check bench papers shootout data fuzz soak crowd chaos up clean
+.PHONY: demo test quick map check bench papers shootout data fuzz soak crowd chaos up clean
 $(VENV)/run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ demo: $(VENV)/run  ## start a cluster, run an example to its result, stop
 	@$(BIN)/python examples/demo.py
 test: check  ## everything CI runs; JOBS=1 for one test at a time
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+quick: $(VENV)/dev  ## the tests that need no cluster, in well under a minute: for the edit loop
+	@$(BIN)/ruff check --quiet . && $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not long"
+map: $(VENV)/dev  ## draw the tree into docs/architecture.md
+	@$(BIN)/python docs/map.py
 check: $(VENV)/dev  ## formatting, lint, strict types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 .bench/env: bench/requirements.txt

@@ -16,6 +16,9 @@ import pytest
 
 from valence.client import Client
 
+#: with processes of their own, or whole simulated worlds: not for the edit loop (`make quick`)
+SLOW = {"sim", "queue", "foreign", "containers", "fuzz", "pilots", "space", "cluster", "faults"}
+
 VALENCE = [sys.executable, "-m", "valence"]
 
 
@@ -23,8 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Side by side: what takes longest begins first, and one process has the shared cluster."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "cluster" in fixtures:
             item.add_marker(pytest.mark.xdist_group("cluster"))
+        module = item.nodeid.partition(".py")[0].rpartition("test_")[2]
+        if fixtures & {"cluster", "own_cluster", "s3"} or module in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 class Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_the_tree_is_formatted_and_has_no_stray_files() -> None:
     assert not [f for f in listed if f.endswith((".pyc", ".log", ".db", ".pem"))]
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"):
         assert name in listed
+
+
+def test_the_map_shows_the_tree_as_it_is() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = [sys.executable, str(ROOT / "docs" / "map.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:

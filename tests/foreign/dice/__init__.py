@@ -1,0 +1,1 @@
+"""A strategy of another distribution, as the tests have it installed."""
