@@ -1,7 +1,8 @@
 """The task queue: workflows enacted here, their tasks pulled by the sites' master pilots in bulk.
 
-It is a home like any peer's, with a journal of its own and nobody to share it with, and places
-tasks by one criterion: the site that asks. Whatever is finer is the site's own business.
+It is a home like any peer's, with a journal of its own and nobody to share it with, whose targets
+are sites: tasks are placed by one criterion, the site that asks. What is finer is the site's own
+business.
 
 Rules:
 - A task that was given out is at its site until its outcome came, its loss was reported, or a new
@@ -21,7 +22,6 @@ import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from peer.storage import QUEUE
 from protocols.capacity.admission import NO_DEADLINE_S
@@ -29,8 +29,16 @@ from protocols.capacity.matching import explain, unmet
 from protocols.consensus.keeping import Deposed
 from protocols.engine.home import Home
 from protocols.engine.run import Run, TaskState
-from protocols.strategies.base import READ_BYTES_MIN, Estimate, Placed, Placement, Unit
+from protocols.strategies.base import (
+    READ_BYTES_MIN,
+    Estimate,
+    Placed,
+    Placement,
+    Strategy,
+    Unit,
+)
 from protocols.strategies.shares import Shares
+from protocols.tasks import Tasks
 from protocols.wire.entries import AttemptsStarted, StartedAttempt
 from protocols.wire.messages import (
     AttemptKey,
@@ -245,31 +253,34 @@ class Pulled:
         await asyncio.Event().wait()
 
 
-class QueueHome(Home):
-    """A home whose peers are sites."""
+class Sites:
+    """A home's targets, where these are sites: they ask, and nobody asks them."""
 
     near_bytes_min = READ_BYTES_MIN
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, home: Home) -> None:
         self.sites: dict[str, SiteState] = {}
         self.known_files: OrderedDict[bytes, File] = OrderedDict()  # that works were given
-        self.queue_counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._home = home
         self._began = False
-        self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time(), self.estimate)
-        self.use(self.pulled)
+        self._tasks = Tasks()
+        self.pulled = Pulled(self.sites, lambda: asyncio.get_running_loop().time(), home.estimate)
+        home.use(self.pulled)
 
-    # ----------------------------------------------------------------- where a home looks at peers
+    # ----------------------------------------------------------------- as targets
 
-    def strategy(self, run: Run) -> Pulled:
+    def refusal(self, workflow: Workflow) -> str:
+        gangs = any(task.gang for task in workflow.tasks.values())
+        return "tasks for several peers at once are submitted to a peer" if gangs else ""
+
+    def strategy(self, run: Run) -> Strategy | None:
         return self.pulled
 
-    async def submit(self, text: bytes, workflow: Workflow, *more: Any, **others: Any) -> Run:
-        if any(task.gang for task in workflow.tasks.values()):
-            raise Refused("gang", "tasks for several peers at once are submitted to a peer")
-        return await super().submit(text, workflow, *more, **others)
+    def settle(self) -> None:
+        """Whoever is there, asks."""
 
-    def _resume(self, run: Run) -> None:
+    def resume(self, run: Run) -> None:
         """What was given out is at its site: its master says whether that is still so."""
 
     def _is_alive(self, pilot: bytes) -> bool:
@@ -278,27 +289,31 @@ class QueueHome(Home):
     def is_held(self, file: File | None) -> bool:
         if file is None:
             return False
-        return file.hash in self._blobs or not self.sites or any(map(self._is_alive, file.holders))
+        return (
+            file.hash in self._home.blobs
+            or not self.sites
+            or any(map(self._is_alive, file.holders))
+        )
 
-    def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
+    def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
         """What the user came for is fetched from the pilot that made it."""
         for task in changed:
             for made in task.won.outputs if task.won else ():
-                if made.name in run.final_files and made.hash not in self._blobs:
-                    self._spawn(self._fetch_final(run, made))
+                if made.name in run.final_files and made.hash not in self._home.blobs:
+                    self._tasks.spawn(self._fetch_final(run, made))
 
     async def _fetch_final(self, run: Run, made: File) -> None:
-        for _, error in (await self._transfer.fetch_all([made], run.id)).errors:
+        for _, error in (await self._home.transfer.fetch_all([made], run.id)).errors:
             log.info("no copy of %s here: %s", made.name, error)
 
-    def _abort(self, run: Run, peer: bytes, keys: Iterable[AttemptKey]) -> None:
+    def abort(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
         for site in self.sites.values():
             if site_id(site.name) == peer:
                 site.to_end.update(dict.fromkeys(keys))
 
     def called(self, peer: bytes) -> str:
         sites = (site.name for site in self.sites.values() if site_id(site.name) == peer)
-        return next((f"site {name}" for name in sites), super().called(peer))
+        return next((f"site {name}" for name in sites), peer.hex())
 
     def waiting_for(self, run: Run, task: TaskState) -> str:
         attempt = task.attempt(task.number) if task.state == "running" else None
@@ -306,7 +321,7 @@ class QueueHome(Home):
             if attempt is not None and site_id(site.name) == attempt.peer:
                 words = site.whereabouts.get(AttemptKey(run.id, task.id, attempt.number))
                 return f"it is at site {site.name}" + (f": {words}" if words else "")
-        return super().waiting_for(run, task)
+        return ""
 
     def held_too(self, file: File) -> File:
         """Whoever reads it may be at another site, of another cluster, and asks here: what this
@@ -322,7 +337,7 @@ class QueueHome(Home):
         found = self.known_files.get(hash)
         if found is not None:
             return found
-        for run in self.active():
+        for run in self._home.active():
             for name in (*run.staged, *run.workflow.producers):
                 file = run.file(name)
                 if file is not None and file.hash == hash:
@@ -343,11 +358,11 @@ class QueueHome(Home):
             site = self.sites[message.site] = SiteState(message.site)
         if not self._ready():
             raise Refused("starting", "the queue has just been started, and reads its journals")
-        self.queue_counts["requests"] += 1
+        self.counts["requests"] += 1
         async with site.turn:
             now = asyncio.get_running_loop().time()
             if message.anew and now - site.heard_at < OTHERS_S and self._are_others(site, message):
-                self.queue_counts["others"] += 1
+                self.counts["others"] += 1
                 asks = f"other peers ask as site {site.name}: if these are another cluster's"
                 raise Refused("site", f"{asks}, start them with another --site")
             site.heard_at = now
@@ -355,7 +370,7 @@ class QueueHome(Home):
                 return PulledTasks(again=True)
             if message.token == site.token and message.request <= site.number and site.answer:
                 # one of before, that was long on its way, is nobody's any more
-                self.queue_counts["repeats"] += 1
+                self.counts["repeats"] += 1
                 return site.answer if message.request == site.number else PulledTasks()
             answer = await self._pull(site, message)
             site.token, site.number, site.answer = message.token, message.request, answer
@@ -370,9 +385,9 @@ class QueueHome(Home):
         """All that was on the disk at the start is being gone on with: before that, nobody can say
         which of a site's attempts are wanted."""
         if not self._began:
-            replicas = self.journal.keeping.replicas
-            self._began = self.given.settled and all(
-                replica.over or id in self._active for id, replica in replicas.items()
+            replicas = self._home.journal.keeping.replicas
+            self._began = self._home.given.settled and all(
+                replica.over or id in self._home.runs.active for id, replica in replicas.items()
             )
         return self._began
 
@@ -386,20 +401,22 @@ class QueueHome(Home):
         if message.whereabouts is not None:
             site.whereabouts = {k: words for words, keys in message.whereabouts for k in keys}
         kept = await self._ended_at(site, message.outcomes)
-        self._lost([(key, reason) for key, reason in message.lost])
+        self._home.lost([(key, reason) for key, reason in message.lost])
         if message.anew:
             held = {*message.held, *(ended.key for _, ended in message.outcomes)}
             gone = [key for key in self.given_to(site) if key not in held]
-            self._lost([(k, f"it is not at site {site.name} any more") for k in gone], begun=False)
-            for run in self.active():
-                with self._deciding(run) as decide:
+            self._home.lost(
+                [(k, f"it is not at site {site.name} any more") for k in gone], begun=False
+            )
+            for run in self._home.active():
+                with self._home.deciding(run) as decide:
                     decide.place_ready()
         # who begins anew gets nothing: it may be a master of before, whose word was late
         units = [] if message.anew else self.pulled.take(site, min(WORKS_MAX, message.want))
         works = await self._give(site, units)
         ended, site.to_end = tuple(site.to_end), {}
-        self.queue_counts["given"] += len(works)
-        self.queue_counts["outcomes"] += len(message.outcomes)
+        self.counts["given"] += len(works)
+        self.counts["outcomes"] += len(message.outcomes)
         return PulledTasks(works=tuple(works), kept=tuple(kept), ended=ended)
 
     def given_to(self, site: SiteState) -> list[AttemptKey]:
@@ -407,7 +424,7 @@ class QueueHome(Home):
         mine = site_id(site.name)
         return [
             AttemptKey(run.id, task.id, attempt.number)
-            for run in self.active()
+            for run in self._home.active()
             for task in run.tasks.values()
             if task.state == "running"
             for attempt in task.attempts
@@ -421,17 +438,19 @@ class QueueHome(Home):
         by_run: dict[str, list[Outcome]] = defaultdict(list)
         kept: list[AttemptKey] = []
         for pilot, ended in outcomes:
-            if self.knows(ended.key.workflow):
+            if self._home.knows(ended.key.workflow):
                 made = tuple(file._replace(holders=(pilot,)) for file in ended.outputs)
-                await self.reception.keep_enclosed(ended)
+                await self._home.reception.keep_enclosed(ended)
                 by_run[ended.key.workflow].append(ended._replace(outputs=made, by=pilot))
-            elif self.journal.keeping.follows(ended.key.workflow) is None:
+            elif self._home.journal.keeping.follows(ended.key.workflow) is None:
                 kept.append(ended.key)
         for id, some in by_run.items():
-            run = self._active.get(id)
+            run = self._home.runs.active.get(id)
             if run is not None:
-                self.take(run, site_id(site.name), [e for e in some if e.key.task in run.tasks])
-        counted = await self.reception.counted(by_run)
+                self._home.take(
+                    run, site_id(site.name), [e for e in some if e.key.task in run.tasks]
+                )
+        counted = await self._home.reception.counted(by_run)
         site.done += len(counted)
         return [*kept, *counted]
 
@@ -442,25 +461,25 @@ class QueueHome(Home):
         why = f"the master pilot of site {site.name} asked for tasks"
         record = Placement(self.pulled.name, known=len(site.pilots), why=why)
         for unit in units:
-            if self._is_pending(unit.key):
+            if self._home.is_pending(unit.key):
                 by_run[unit.key.workflow].append(Placed(unit, contact, 0, record))
         works: list[Work] = []
         for id, rows in by_run.items():
-            run = self._active[id]
+            run = self._home.runs.active[id]
             keys = [one.unit.key for one in rows]
             attempts = tuple(StartedAttempt(k.task, k.number, contact.id, 0) for k in keys)
             said = AttemptsStarted(placement=record.to_row(), attempts=attempts)
-            with self._deciding(run) as decide:
+            with self._home.deciding(run) as decide:
                 decide.write(said)
         for id, rows in by_run.items():
             try:
-                await self.journal.kept(id)
+                await self._home.journal.kept(id)
             except Deposed:
                 continue
-            mine = self._active.get(id)
+            mine = self._home.runs.active.get(id)
             for one in rows if mine is not None else ():
                 assert mine is not None
-                work = self._make_work(mine, one)
+                work = self._home.make_work(mine, one)
                 if work is not None:
                     works.append(work._replace(placing=self._placing(mine, one.unit)))
         site.given += len(works)
@@ -480,7 +499,10 @@ class QueueHome(Home):
         )
 
     async def unheld(self, message: StillHeld) -> Unheld:
-        return await self.reception.still_held(Contact(bytes(20), "", 0), message)
+        return await self._home.reception.still_held(Contact(bytes(20), "", 0), message)
+
+    async def close(self) -> None:
+        await self._tasks.close()
 
     async def watch(self) -> None:
         """Sites that have fallen silent."""
@@ -494,6 +516,6 @@ class QueueHome(Home):
                     site.known.clear()
                     if lost:
                         log.warning("site %s is silent: %d tasks are lost", site.name, len(lost))
-                        self._lost([(key, f"site {site.name} fell silent") for key in lost])
+                        self._home.lost([(key, f"site {site.name} fell silent") for key in lost])
                     elif now - site.heard_at > 10 * SITE_LOST_S:
                         del self.sites[site.name]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import aiohttp
 from aiohttp import web
@@ -23,11 +23,13 @@ from protocols.consensus.placement import QUEUED
 from protocols.data.transfer import Fetched, Transfer, Unavailable
 from protocols.engine import views
 from protocols.engine.gateway import Gateway
+from protocols.engine.home import Home
+from protocols.engine.targets import Targets
 from protocols.wire.codec import Kind, Malformed, decode, encode
 from protocols.wire.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
 from protocols.wire.rpc import Refused
 
-from .queue import QueueHome
+from .queue import Sites
 
 log = logging.getLogger("valence.queue")
 
@@ -40,17 +42,17 @@ class QueueTransfer(Transfer):
     """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
 
     _blobs: Blobs
-    home: QueueHome
+    sites: Sites
     token: PilotToken
 
     def _urls(self, file: File) -> Iterable[str]:
         for pilot in file.holders:
-            for site in self.home.sites.values():
+            for site in self.sites.sites.values():
                 member = site.pilots.get(pilot)
                 if member is not None and member.http:
                     yield f"{member.http}/v1/blobs/sha256:{file.hash.hex()}"
         # any pilot finds it by the catalog
-        for site in self.home.sites.values():
+        for site in self.sites.sites.values():
             for member in list(site.pilots.values())[:2]:
                 if member.http:
                     yield f"{member.http}/v1/blobs/sha256:{file.hash.hex()}"
@@ -82,11 +84,11 @@ class QueueTransfer(Transfer):
 
     async def find(self, hash: bytes) -> list[bytes]:
         """At the sites, as their results say."""
-        file = self.home.find_file(hash)
+        file = self.sites.find_file(hash)
         return list(file.holders) if file is not None else []
 
     async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
-        file = self.home.find_file(hash)
+        file = self.sites.find_file(hash)
         return file.size if file is not None else None
 
     async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
@@ -113,7 +115,7 @@ class QueueTransfer(Transfer):
 
 class QueueHttp(Http):
     scopes: ClassVar[dict[str, str]] = {**Http.scopes, "_queue": PILOT, "_sites": "read"}
-    home: QueueHome
+    sites: Sites
 
     async def add_routes(self, app: web.Application) -> None:
         app.router.add_route("POST", "/v1/queue", self._queue)
@@ -128,9 +130,9 @@ class QueueHttp(Http):
         try:
             answer: Message
             if isinstance(message, PullTasks):
-                answer = await self.home.pull(message)
+                answer = await self.sites.pull(message)
             elif isinstance(message, StillHeld):
-                answer = await self.home.unheld(message)
+                answer = await self.sites.unheld(message)
             else:
                 raise Refused("unsupported", f"{type(message).__name__} is nothing for a queue")
         except Refused as error:
@@ -147,23 +149,23 @@ class QueueHttp(Http):
                 "cores": sum(m.capacity.millicores for m in site.pilots.values()) / 1000,
                 "given": site.given,
                 "done": site.done,
-                "out": len(self.home.given_to(site)),
+                "out": len(self.sites.given_to(site)),
                 "heard_s_ago": round(now - site.heard_at, 1),
             }
-            for site in self.home.sites.values()
+            for site in self.sites.sites.values()
         ]
-        counts = dict(self.home.queue_counts)
+        counts = dict(self.sites.counts)
         return web.json_response(
-            {"sites": rows, "waiting": len(self.home.pulled), "counts": counts}
+            {"sites": rows, "waiting": len(self.sites.pulled), "counts": counts}
         )
 
 
 class QueueGateway(Gateway):
-    home: QueueHome
+    sites: Sites
 
     async def peers(self) -> views.PeerList:
         """The pilots that sites have told of."""
-        sites = self.home.sites.values()
+        sites = self.sites.sites.values()
         return views.PeerList(
             peers=[self._peer(m, None, False) for site in sites for m in site.pilots.values()]
         )
@@ -172,32 +174,35 @@ class QueueGateway(Gateway):
 class QueueDaemon(Daemon):
     """A daemon with no peers and nothing to offer: what it has is a journal, and sites that ask."""
 
-    home_class = QueueHome
-    http_class = QueueHttp
-    gateway_class = QueueGateway
-    transfer_class = QueueTransfer
     what = "task queue"
     runs_tasks = False
+    sites: Sites
+
+    def make_transfer(self, *parts: Any) -> Transfer:
+        self._transfer = QueueTransfer(*parts)
+        return self._transfer
+
+    def make_targets(self, home: Home) -> Targets:
+        self.sites = self._transfer.sites = Sites(home)
+        self._transfer.token = PilotToken(self._settings.token, time.time)
+        return self.sites
+
+    def make_gateway(self, *parts: Any) -> Gateway:
+        gateway = QueueGateway(*parts)
+        gateway.sites, gateway.prefix = self.sites, QUEUED
+        return gateway
+
+    def make_http(self, **parts: Any) -> Http:
+        http = QueueHttp(**parts)
+        http.sites = self.sites
+        return http
 
     def _capacity(self) -> Capacity:
         return Capacity(disk_bytes=self._settings.disk)
 
     async def start(self) -> None:
         await super().start()
-        home = self.enactment.home
-        assert isinstance(home, QueueHome)
-        self._run("sites", home.watch)
-
-    def wire(self) -> None:
-        home = self.enactment.home
-        assert isinstance(home, QueueHome)
-        assert isinstance(self.transfer, QueueTransfer)
-        assert isinstance(self.http, QueueHttp)
-        gateway = self.enactment.gateway
-        assert isinstance(gateway, QueueGateway)
-        self.transfer.home = self.http.home = gateway.home = home
-        self.transfer.token = PilotToken(self._settings.token, time.time)
-        gateway.prefix = QUEUED
+        self._run("sites", self.sites.watch)
         self.metrics.counters(
-            "queue", "What sites asked for and brought", lambda: dict(home.queue_counts)
+            "queue", "What sites asked for and brought", lambda: dict(self.sites.counts)
         )

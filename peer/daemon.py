@@ -25,6 +25,7 @@ from protocols.data.transfer import Transfer
 from protocols.engine.enactment import Enactment
 from protocols.engine.gateway import Gateway
 from protocols.engine.home import Home
+from protocols.engine.targets import Peers, Targets
 from protocols.membership.liveness import Liveness
 from protocols.membership.members import Members, State
 from protocols.overlay.overlays import MADE_BY
@@ -79,10 +80,6 @@ class AlreadyRunning(Exception):
 class Daemon:
     what = "peer"
     runs_tasks = True
-    home_class: type[Home] = Home
-    http_class: type[Http] = Http
-    gateway_class: type[Gateway] = Gateway
-    transfer_class: type[Transfer] = Transfer
 
     def __init__(self, settings: Settings, nursery: socket.socket) -> None:
         self._settings = settings
@@ -151,7 +148,7 @@ class Daemon:
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
         self.blobs = Blobs(data, settings.disk, settings.blob_max)
-        self.transfer = self.transfer_class(
+        self.transfer = self.make_transfer(
             self.rpc, self.blobs, self.members, self.records, time.time, rng
         )
         storage = Storage(settings, self.blobs)
@@ -175,10 +172,10 @@ class Daemon:
             config=config,
             storage=storage,
             exchange=self._queue.exchange if self._queue is not None else None,
-            home=self.home_class,
-            gateway=self.gateway_class,
+            targets=self.make_targets,
+            gateway=self.make_gateway,
         )
-        self.http = self.http_class(
+        self.http = self.make_http(
             gateway=self.enactment.gateway,
             blobs=self.blobs,
             transfer=self.transfer,
@@ -189,7 +186,6 @@ class Daemon:
             blob_arrived=self.enactment.home.blob_arrived,
             clock=time.time,
         )
-        self.wire()
         self._measure()
         self.rpc.on(Hello, self._hello)
         self.rpc.on_heard = self.overlay.saw
@@ -264,8 +260,19 @@ class Daemon:
             gpus=settings.gpus,
         )
 
-    def wire(self) -> None:
-        """For daemons of another kind: their parts, made known to each other."""
+    # what a task queue has in other ways
+
+    def make_transfer(self, *parts: Any) -> Transfer:
+        return Transfer(*parts)
+
+    def make_targets(self, home: Home) -> Targets:
+        return Peers(home)
+
+    def make_gateway(self, *parts: Any) -> Gateway:
+        return Gateway(*parts)
+
+    def make_http(self, **parts: Any) -> Http:
+        return Http(**parts)
 
     async def _count_boot(self) -> int:
         """How often this peer has started: others tell its lives apart by it."""

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from master.queue import QueueHome
+from master.queue import Sites
 from peer.journal_storage import JournalStorage
 from peer.outbox_storage import OutboxStorage
 from protocols.config import Config
@@ -21,6 +21,7 @@ from protocols.data.cache import Room as CacheRoom
 from protocols.data.transfer import Transfer, Unavailable
 from protocols.engine.enactment import Enactment
 from protocols.engine.home import Home
+from protocols.engine.targets import Peers, Targets
 from protocols.wire.messages import (
     BlobPart,
     Capacity,
@@ -47,8 +48,6 @@ EPOCH_OF_TIME = 1_700_000_000.0
 
 
 class Host:
-    home: type[Home] = Home
-
     def __init__(
         self,
         network: Network,
@@ -128,7 +127,7 @@ class Host:
             rng=rng,
             config=self._config,
             exchange=self._exchange if self.queue is not None else None,
-            home=self.home,
+            targets=self._targets,
         )
         if self.queue is not None:
             self.transfer.from_origin = self._from_queue
@@ -136,6 +135,9 @@ class Host:
         self.enactment.load()
         self.tasks = [asyncio.ensure_future(work()) for _, work in self.enactment.works()]
         self.tasks.append(asyncio.ensure_future(self._join(seeds)))
+
+    def _targets(self, home: Home) -> Targets:
+        return Peers(home)
 
     def _started(self) -> None:
         pass
@@ -232,20 +234,20 @@ class Host:
 class QueueHost(Host):
     """A task queue: a host that is nobody's peer."""
 
-    home = QueueHome
+    sites: Sites
 
     def __init__(self, network: Network, config: Config, skew_s: float) -> None:
         alone = replace(config, keepers=1)
         super().__init__(network, QUEUE_INDEX, alone, Capacity(), skew_s)
 
+    def _targets(self, home: Home) -> Targets:
+        self.sites = Sites(home)
+        return self.sites
+
     def _started(self) -> None:
-        home = self.enactment.home
-        assert isinstance(home, QueueHome)
         self.enactment.gateway.prefix = QUEUED
         self.peer.rpc.on(PullTasks, self._pull)
-        self.watching = asyncio.ensure_future(home.watch())
+        self.watching = asyncio.ensure_future(self.sites.watch())
 
     async def _pull(self, sender: Contact, message: PullTasks) -> PulledTasks:
-        home = self.enactment.home
-        assert isinstance(home, QueueHome)
-        return await home.pull(message)
+        return await self.sites.pull(message)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from master.queue import OTHERS_S, QueueHome
+from master.queue import OTHERS_S, Sites
 from protocols.config import LAN
+from protocols.engine.home import Home
 from protocols.engine.run import Run
 from protocols.wire.messages import (
     Capacity,
@@ -39,8 +40,9 @@ def pilot(id: bytes) -> Member:
 class Asked:
     """A queue with one workflow, and a site's master that asks."""
 
-    def __init__(self, home: QueueHome, run: Run) -> None:
+    def __init__(self, home: Home, sites: Sites, run: Run) -> None:
         self.home = home
+        self.sites = sites
         self.run = run
         self.number = 0
 
@@ -48,7 +50,7 @@ class Asked:
         self.number += 1
         number = self.number if request is None else request
         message = PullTasks(site=SITE, token=token, request=number, **more)  # type: ignore[arg-type]
-        return await self.home.pull(message)
+        return await self.sites.pull(message)
 
     async def given(self) -> Work:
         """The next attempt of the only task."""
@@ -74,10 +76,9 @@ def asked(story: Callable[[Asked], Awaitable[None]], **needs: int) -> None:
         text = json.dumps(document).encode()
         id, _ = await host.enactment.gateway.submit(text, {}, "somebody", False)
         home = host.enactment.home
-        assert isinstance(home, QueueHome)
         run = home.remembered(id)
         assert run is not None
-        await story(Asked(home, run))
+        await story(Asked(home, host.sites, run))
 
     run_out(tell())
 

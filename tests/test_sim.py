@@ -352,7 +352,7 @@ def test_a_plan_says_how_it_is_run_again() -> None:
 
 
 def rash(self: Home, run: Run, one: Placed) -> Any:
-    """A mutant of `Home._make_work`: whatever is there is sent along."""
+    """A mutant of `Home.make_work`: whatever is there is sent along."""
     task = run.tasks[one.unit.key.task]
     missing, task.missing = task.missing, 0
     made = MAKE_WORK(self, run, one)
@@ -360,7 +360,7 @@ def rash(self: Home, run: Run, one: Placed) -> Any:
     return made
 
 
-MAKE_WORK = Home._make_work
+MAKE_WORK = Home.make_work
 
 
 @pytest.mark.parametrize("mutant", [None, rash])
@@ -378,13 +378,13 @@ def test_what_is_made_again_while_its_reader_is_on_its_way_is_read_when_it_count
         for host in world.hosts:
             host.workshop.failing = 0.0
         host = world.hosts[0]
-        home, dispatch = host.enactment.home, host.enactment.home._dispatch
+        home, dispatch = host.enactment.home, host.enactment.home.dispatch
         send, met = dispatch._send, []
 
         async def late(run: Run, rows: list[Placed]) -> None:
             if not met and any(row.unit.key.task == "t1.0" for row in rows):
                 met.append(run.id)
-                with home._deciding(run) as decide:
+                with home.deciding(run) as decide:
                     decide.reopen([("t0.0", "its holder died")])
                 while run.tasks["t0.0"].state != "succeeded":
                     await asyncio.sleep(0.0002)
@@ -412,6 +412,6 @@ def test_what_is_made_again_while_its_reader_is_on_its_way_is_read_when_it_count
         return str(world._broken or "")
 
     if mutant:
-        monkeypatch.setattr(Home, "_make_work", mutant)
+        monkeypatch.setattr(Home, "make_work", mutant)
     broken = run_out(scenario())
     assert ("which t0.0 is not agreed to have" in broken) == bool(mutant), broken

@@ -289,7 +289,7 @@ class Answers:
             else _Located(
                 hash=file.hash.hex(),
                 size=file.size,
-                holders=_hex(self._home.held_too(file).holders),
+                holders=_hex(self._home.targets.held_too(file).holders),
             ),
         )
 
@@ -301,7 +301,7 @@ class Answers:
             "id": task.id,
             "state": task.state,
             "attempts": task.number,
-            "peer": self._home.called(where) or None,
+            "peer": self._home.targets.called(where) or None,
             "exit_code": ended.exit_code if ended else None,
             "seconds": round(ended.ended_at - ended.started_at, 6)
             if ended and ended.started_at
@@ -367,7 +367,7 @@ class Answers:
         ended = attempt.outcome
         return views.AttemptView(
             number=attempt.number,
-            peer=self._home.called(attempt.ran_at),
+            peer=self._home.targets.called(attempt.ran_at),
             state=attempt.state,
             reason=attempt.reason,
             placed_at=attempt.at,
@@ -396,7 +396,7 @@ class Answers:
         return views.LogView(
             task=task.id,
             attempt=attempt.number,
-            peer=self._home.called(attempt.ran_at),
+            peer=self._home.targets.called(attempt.ran_at),
             text=ended.log_tail,
             truncated=ended.log_truncated,
             file=[file.hash.hex(), file.size, [attempt.ran_at.hex()]] if file else None,
@@ -491,7 +491,7 @@ class Answers:
         name = arguments["name"]
         file = run.file(name)
         if file is not None:
-            holders = self._home.held_too(file).holders
+            holders = self._home.targets.held_too(file).holders
             return _Located(hash=file.hash.hex(), size=file.size, holders=_hex(holders))
         maker = run.workflow.producers.get(name)
         if maker is not None:

@@ -44,6 +44,7 @@ from .locate import VOID_HOME, Locate
 from .outbox import Outbox
 from .relay import Exchange, Relay
 from .retention import Holds
+from .targets import Targets
 
 log = logging.getLogger("valence.peer")
 
@@ -70,8 +71,8 @@ class Enactment:
         config: Config,
         storage: StorageElements | None = None,
         exchange: Exchange | None = None,
-        home: type[Home] = Home,
-        gateway: type[Gateway] = Gateway,
+        targets: Callable[[Home], Targets] | None = None,
+        gateway: Callable[..., Gateway] = Gateway,
     ) -> None:
         self.members = members
         self._liveness = liveness
@@ -89,7 +90,7 @@ class Enactment:
         )  # fmt: skip
         self.keeping = Keeping(rpc, members, journals, clock, rng, config)
         self.journal = Journal(journals, self.keeping)
-        self.home = home(
+        self.home = Home(
             rpc=rpc,
             members=members,
             records=records,
@@ -99,6 +100,7 @@ class Enactment:
             clock=clock,
             rng=rng,
             storage=storage,
+            targets=targets,
         )
         self.gangs = Gangs(rpc, members, rng, config, clock, self.home.placed, self.home.estimate)
         self.home.use(self.gangs)

@@ -25,7 +25,6 @@ from typing import Any
 
 from workflow.model import Workflow
 
-from ..capacity.matching import unmet
 from ..consensus.keeping import Deposed
 from ..consensus.placement import risk
 from ..consensus.replica import shown
@@ -67,11 +66,12 @@ from .gangs import Company
 from .journal import About, Journal
 from .outstanding import Given
 from .reception import Reception
-from .replication import NEAR_BYTES_MIN, Copies
+from .replication import Copies
 from .run import FINAL, NeverWritten, Run, TaskState, WaitAgain
 from .runs import Material, Runs, is_large, made, rebuilt
 from .stage import Stage
 from .stragglers import Slow
+from .targets import Peers, Targets
 from .work import deadline_at, is_much, make_work, wire_needs
 
 log = logging.getLogger("valence.home")
@@ -83,7 +83,6 @@ RUNTIME_S_MAX = 1e8
 YOUNG_S = 60.0
 CREATE_S_MAX = 10.0
 UNACKNOWLEDGED = "its submission could not be acknowledged"
-RETURN_S = 8.0
 KEEPERS_SILENT = "a majority of the peers that were to keep it did not answer"
 
 
@@ -92,8 +91,6 @@ class AlreadyHere(Exception):
 
 
 class Home:
-    near_bytes_min = NEAR_BYTES_MIN
-
     def __init__(
         self,
         *,
@@ -106,28 +103,29 @@ class Home:
         clock: Callable[[], float],
         rng: random.Random,
         storage: StorageElements | None = None,
+        targets: Callable[[Home], Targets] | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.journal = journal
         self.closed = False  # this peer is leaving
         self.runs = Runs(journal)
-        self.given = Given(rpc, members, journal.keeping.epoch, self._lost)
+        self.given = Given(rpc, members, journal.keeping.epoch, self.lost)
         self.twins = Twins(journal.keeping, self.runs.is_active, self._cancel)
         self.slow = Slow(self.active, clock, self._speed_of, self._begin_beside)
         self._experience = Experience()
         self._company = Company(rpc, members)
-        self._dispatch = Dispatch(rpc, self.given, journal.kept, self._make_work, self._wanted)
-        self._dispatch.on_refused = partial(self._lost, begun=False)
-        self._dispatch.on_too_large = self._fail
-        self._dispatch.on_fenced = self._fenced
+        self.dispatch = Dispatch(rpc, self.given, journal.kept, self.make_work, self._wanted)
+        self.dispatch.on_refused = partial(self.lost, begun=False)
+        self.dispatch.on_too_large = self._fail
+        self.dispatch.on_fenced = self._fenced
         self._delivery = Delivery(storage, blobs, transfer, rng, self._delivered)
-        self._copies = Copies(rpc, members, transfer, rng, self.keepers, self._copied)
+        self.copies = Copies(rpc, members, transfer, rng, self.keepers, self._copied)
         self._storage = storage
         self._rpc = rpc
-        self._members = members
+        self.members = members
         self._records = records
-        self._blobs = blobs
-        self._transfer = transfer
+        self.blobs = blobs
+        self.transfer = transfer
         self._clock = clock
         self._rng = rng
         self._strategies: dict[str, Strategy] = {}
@@ -137,13 +135,13 @@ class Home:
         self._waiters: dict[str, asyncio.Event] = {}
         self._creating: dict[str, asyncio.Future[None]] = {}  # not acknowledged yet
         self._unpublished: set[str] = set()
-        self._waits_until = 0.0
         self._published_at = 0.0
         self.reception = Reception(
             home=self, runs=self.runs, journal=journal, blobs=blobs, given=self.given,
-            company=self._company, copies=self._copies, counts=self.counts,
+            company=self._company, copies=self.copies, counts=self.counts,
         )  # fmt: skip
         self.reception.serve(rpc)
+        self.targets: Targets = (targets or Peers)(self)
         members.listen(self._member_changed, at_stake=self._active)
 
     def use(self, strategy: Strategy) -> None:
@@ -157,7 +155,14 @@ class Home:
             found = self._experience.corrected(unit.owner, unit.runtime_s)
         return None if found is None else min(RUNTIME_S_MAX, found)
 
+    @property
+    def near_bytes_min(self) -> int:
+        return self.targets.near_bytes_min
+
     def strategy(self, run: Run) -> Strategy:
+        own = self.targets.strategy(run)
+        if own is not None:
+            return own
         name = run.workflow.strategy
         return self._strategies["probe" if name == "auto" else name]
 
@@ -177,6 +182,9 @@ class Home:
         patient: bool = False,
     ) -> Run:
         """On disk when this returns; `patient`: its user waits for its end anyway."""
+        refusal = self.targets.refusal(workflow)
+        if refusal:
+            raise Refused("targets", refusal)
         for needs in {task.needs for task in workflow.tasks.values()}:
             wire_needs(needs)  # what can't be asked for is refused before it is on disk
         self._check_may(id, workflow, owner, "idempotency" in options)
@@ -241,7 +249,7 @@ class Home:
         self._forget(run)
         mine = [key for key in self.given.to(self._rpc.me.id) if key.workflow == run.id]
         if mine:
-            self._abort(run, self._rpc.me.id, mine)
+            self.targets.abort(run, self._rpc.me.id, mine)
         self.journal.keeping.abandon(run.id)
 
     def _forget(self, run: Run) -> None:
@@ -305,39 +313,16 @@ class Home:
         self.counts["homes_taken"] += 1
         self.runs.begin(run)
         run.note(WaitAgain(tuple(t.id for t in run.tasks.values() if t.state == "retrying")))
-        self._resume(run)
-        with self._deciding(run) as decide:
+        self.targets.resume(run)
+        with self.deciding(run) as decide:
             decide.mend_those(run.tasks)
             decide.stage_again(list(run.staged))
         self._begin(run)
 
-    def _resume(self, run: Run) -> None:
-        """Ask about what runs somewhere, as the journal says."""
-        for task in run.tasks.values():
-            for attempt in task.attempts:
-                if attempt.state == "running" and task.state == "running":
-                    self.given.add(attempt.peer, _key(run, task.id, attempt.number))
-                    self.given.doubt(attempt.peer)
-        for peer in [p for p in self.given.peers() if not self._members.is_alive(p)]:
-            self._run_elsewhere(peer)
-
-    def is_held(self, file: File | None) -> bool:
-        if file is None:
-            return False
-        if file.hash in self._blobs or any(map(self._members.is_here, file.holders)):
-            return True
-        # after a start: others that were stopped with this peer may be about to be back
-        young = asyncio.get_running_loop().time() < self._waits_until
-        return young and any(map(self._may_return, file.holders))
-
-    def _may_return(self, peer: bytes) -> bool:
-        member = self._members.get(peer)
-        return member is None or member.state != State.DEAD
-
     def settle(self) -> None:
         """The others are known, or nobody answered for a while."""
         self.given.settled = True
-        self._waits_until = asyncio.get_running_loop().time() + RETURN_S
+        self.targets.settle()
         for run in self.active():
             self._begin(run)
 
@@ -348,19 +333,19 @@ class Home:
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
         self.slow.begun(run)
         self._bring_inputs(run)
-        with self._deciding(run) as decide:
+        with self.deciding(run) as decide:
             decide.place_ready()
         self._delivery.begin(run)
         self._conclude(run)
 
     def _conclude(self, run: Run) -> None:
         if self.runs.is_active(run):
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 decide.conclude()
 
     def _delivered(self, run: Run, said: FilesDelivered) -> None:
         if self.runs.is_active(run):
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 decide.write(said)
                 decide.conclude()
 
@@ -413,7 +398,7 @@ class Home:
     def _bring_inputs(self, run: Run) -> None:
         _, staging = self._stages.get(run.id, (None, None))
         if run.unstaged and (staging is None or staging.done()):
-            stage = Stage(run, self._blobs, self._transfer, self._storage, self._rng)
+            stage = Stage(run, self.blobs, self.transfer, self._storage, self._rng)
             self._stages[run.id] = (stage, self._spawn(self._stage(run, stage)))
 
     async def _stage(self, run: Run, stage: Stage) -> None:
@@ -421,10 +406,10 @@ class Home:
         async for files, failed in stage.bring():
             if run.over:
                 break
-            rows = await self._copies.staged(run, files)
+            rows = await self.copies.staged(run, files)
             if not self.runs.is_active(run):
                 break
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 decide.staged(InputsStaged(files=tuple(rows), failed=tuple(failed)))
 
     def blob_arrived(self, hash: bytes) -> None:
@@ -441,19 +426,20 @@ class Home:
         return not self.closed and self.given.settled
 
     def holds(self, hash: bytes) -> bool:
-        return hash in self._blobs
+        return hash in self.blobs
 
     def boot(self, peer: bytes) -> int:
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         return member.boot if member is not None else 0
 
     def is_me(self, peer: bytes) -> bool:
         return peer == self._rpc.me.id
 
     def could_run(self, run: Run, task: TaskState) -> set[bytes]:
-        needs = wire_needs(run.needs(task.id))
-        here = self._members.here()
-        return {m.contact.id for m in here if not unmet(m.capacity, m.traits, needs)}
+        return self.targets.could_run(run, task)
+
+    def is_held(self, file: File | None) -> bool:
+        return self.targets.is_held(file)
 
     def deadline_at(self, run: Run) -> float | None:
         at = deadline_at(run)
@@ -464,7 +450,7 @@ class Home:
     # ----------------------------------------------------------------- what a decision leaves
 
     @contextlib.contextmanager
-    def _deciding(self, run: Run) -> Iterator[Decision]:
+    def deciding(self, run: Run) -> Iterator[Decision]:
         """What is decided in here is performed at its end; also if that is an error, as the run
         has been changed by then."""
         if not self.runs.is_active(run):
@@ -500,7 +486,7 @@ class Home:
                 case effects.Withdraw(keys):
                     self._withdraw(run, keys)
                 case effects.Abort(peer, keys):
-                    self._abort(run, peer, keys)
+                    self.targets.abort(run, peer, list(keys))
                 case effects.Retry(task, wait_s):
                     wait_s *= 0.75 + self._rng.random() / 2
                     asyncio.get_running_loop().call_later(wait_s, self._place_again, run, task)
@@ -509,7 +495,7 @@ class Home:
                 case effects.Deliver():
                     self._delivery.begin(run)
                 case effects.KeepTwice(tasks):
-                    self._keep_twice(run, [run.tasks[name] for name in tasks])
+                    self.targets.keep_twice(run, [run.tasks[name] for name in tasks])
                 case effects.Observe(said_s, took_s):
                     self._experience.observe(run.owner, said_s, took_s)
                 case effects.Count(name, by):
@@ -531,13 +517,13 @@ class Home:
 
     def _place_rest(self, run: Run, tasks: tuple[str, ...]) -> None:
         if self.runs.is_active(run):
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 rest = [run.tasks[name] for name in tasks]
                 decide.place_ready([task for task in rest if task.state == "waiting"])
 
     def _place_again(self, run: Run, task: str) -> None:
         if self.runs.is_active(run):
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 decide.place_again(task)
 
     def _concluded(self, run: Run, state: str) -> None:
@@ -556,14 +542,14 @@ class Home:
         by_run: dict[str, list[Placed]] = defaultdict(list)
         stale: dict[bytes, tuple[Contact, list[int]]] = {}
         for one in batch:
-            if all(map(self._is_pending, one.unit.gang or (one.unit.key,))):
+            if all(map(self.is_pending, one.unit.gang or (one.unit.key,))):
                 by_run[one.unit.key.workflow].append(one)
             else:
                 stale.setdefault(one.peer.id, (one.peer, []))[1].append(one.lease)
         for contact, leases in stale.values():
             self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
         for id, rows in by_run.items():
-            with self._deciding(self._active[id]) as decide:
+            with self.deciding(self._active[id]) as decide:
                 decide.start(rows)
 
     def _start(self, run: Run, placed: tuple[Placed, ...]) -> None:
@@ -572,17 +558,17 @@ class Home:
         here = [one for one in placed if self.is_me(one.peer.id)]
         away = [one for one in placed if not self.is_me(one.peer.id)]
         if here:
-            self._dispatch.here(run, here)
+            self.dispatch.here(run, here)
         if away:
             self.given.on_the_way.update(one.unit.key for one in away)
-            self._spawn(self._dispatch.away(run, away))
+            self._spawn(self.dispatch.away(run, away))
 
-    def _is_pending(self, key: AttemptKey) -> bool:
+    def is_pending(self, key: AttemptKey) -> bool:
         run = self._active.get(key.workflow)
         task = run.tasks.get(key.task) if run else None
         return task is not None and task.state == "pending" and key.number > task.number
 
-    def _make_work(self, run: Run, one: Placed) -> Work | None:
+    def make_work(self, run: Run, one: Placed) -> Work | None:
         """None if it is not wanted any more, or can't be put into a message."""
         key = one.unit.key
         if not self._wanted(run, key):
@@ -590,19 +576,19 @@ class Home:
         if run.tasks[key.task].missing:
             # While `started` was on its way to the keepers, a peer died with what this reads: what
             # its maker makes now does not count yet, and may be another file.
-            self._lost([(key, "what it reads is made again")], begun=False)
+            self.lost([(key, "what it reads is made again")], begun=False)
             return None
         try:
             return self._work(run, one)
         except LookupError as error:  # a file it needs was lost this very moment
-            self._lost([(key, str(error))], begun=False)
+            self.lost([(key, str(error))], begun=False)
         except Exception as error:
             log.exception("%s can't be sent", key)
             self._fail(run, [key.task], f"it can't be sent to a peer: {error}"[:1000])
         return None
 
     def _fail(self, run: Run, tasks: Iterable[str], reason: str) -> None:
-        with self._deciding(run) as decide:
+        with self.deciding(run) as decide:
             for task in tasks:
                 decide.fail(task, reason)
             decide.conclude()
@@ -617,28 +603,17 @@ class Home:
         return self.runs.is_active(run) and alive and task.state not in FINAL and not run.over
 
     def _work(self, run: Run, one: Placed) -> Work:
-        work = make_work(run, one, self.estimate(one.unit), self.held_too)
+        work = make_work(run, one, self.estimate(one.unit), self.targets.held_too)
         if one.unit.gang:
             others = self._company.environment(run, one.unit)
             work = work._replace(env=(*work.env, *others), gang=True)
         # what goes to another peer must be what it can read; this one takes it as it is
         return work if one.peer.id == self._rpc.me.id else CHECKED_WORK.validate_python(work)
 
-    def called(self, peer: bytes) -> str:
-        """To users."""
-        return peer.hex()
-
-    def held_too(self, file: File) -> File:
-        """With this peer among the holders, if it is one."""
-        me = self._rpc.me.id
-        if file.hash in self._blobs and me not in file.holders:
-            return file._replace(holders=(*file.holders, me))
-        return file
-
     # ----------------------------------------------------------------- outcomes
 
     def take(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> None:
-        with self._deciding(run) as decide:
+        with self.deciding(run) as decide:
             decide.take(peer, outcomes)
 
     def take_own(self, ended: Outcome) -> bool:
@@ -649,20 +624,10 @@ class Home:
         self._spawn(taken)
         return True
 
-    def _keep_twice(self, run: Run, changed: list[TaskState]) -> None:
-        self._copies.keep_twice(run, changed)
-
     def _copied(self, run: Run, rows: list[CopiedFile]) -> None:
         if self.runs.is_active(run):
-            with self._deciding(run) as decide:
+            with self.deciding(run) as decide:
                 decide.write(FilesCopied(files=tuple(rows)))
-
-    def _abort(self, run: Run, peer: bytes, keys: Iterable[AttemptKey]) -> None:
-        keys = list(keys)
-        self.given.drop(peer, keys)
-        contact = self._members.contact(peer)
-        if contact is not None:
-            self._spawn(self._dispatch.abort(contact, keys, (run.id, run.epoch)))
 
     async def _tell_end(self, id: str) -> None:
         with contextlib.suppress(Deposed):
@@ -696,7 +661,7 @@ class Home:
         return run
 
     def _cancel(self, run: Run, reason: str) -> None:
-        with self._deciding(run) as decide:
+        with self.deciding(run) as decide:
             decide.cancel(reason)
 
     # ----------------------------------------------------------------- doubts
@@ -713,20 +678,20 @@ class Home:
             what = "died" if new.state == State.DEAD else "left"
             lost = [(key, f"its peer {peer.hex()[:8]} {what}") for key in self.given.to(peer)]
             if lost:
-                self._lost(lost)
+                self.lost(lost)
             for run in self.active():
-                with self._deciding(run) as decide:
+                with self.deciding(run) as decide:
                     decide.reopen_lost(peer)
         elif old is not None and old.boot != new.boot:
             self.given.doubt(peer)  # it was started anew: ask what it still has
         elif new.state == State.SUSPECT:
-            self._run_elsewhere(peer)
+            self.run_elsewhere(peer)
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
             for run in self.active():  # what waited for its files, or for its kind of peer
-                with self._deciding(run) as decide:
+                with self.deciding(run) as decide:
                     decide.place_ready()
 
-    def _run_elsewhere(self, peer: bytes) -> None:
+    def run_elsewhere(self, peer: bytes) -> None:
         """It may be dead, or just slow. What has not run long begins at another peer too: should
         the first one come back with a result, that counts as well as any."""
         young = []
@@ -741,17 +706,17 @@ class Home:
                 and not (run and run.workflow.tasks[key.task].gang)  # all of it would begin anew
             ):
                 young.append((key, f"its peer {peer.hex()[:8]} does not answer"))
-        self._lost(young, begun=False)
+        self.lost(young, begun=False)
 
     def _speed_of(self, peer: bytes) -> float:
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         return max(1e-3, member.traits.speed) if member is not None else 1.0
 
     def _begin_beside(self, key: AttemptKey, why: str) -> None:
         """A second attempt, with the first left running: the first result wins."""
-        self._lost([(key, why)], begun=False)
+        self.lost([(key, why)], begun=False)
 
-    def _lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
+    def lost(self, rows: list[tuple[AttemptKey, str]], begun: bool = True) -> None:
         """Attempts that will not report. Those that never began don't count against the task."""
         by_run: dict[str, list[tuple[AttemptKey, str]]] = defaultdict(list)
         for key, reason in list(rows):
@@ -760,10 +725,13 @@ class Home:
         for id, lost in by_run.items():
             run = self._active.get(id)
             if run is not None:
-                with self._deciding(run) as decide:
+                with self.deciding(run) as decide:
                     decide.lose(lost, begun)
 
     def waiting_for(self, run: Run, task: TaskState) -> str:
+        known = self.targets.waiting_for(run, task)
+        if known:
+            return known
         gang = run.workflow.tasks[task.id].gang
         strategy = self._strategies[Gangs.name] if gang else self.strategy(run)
         return waiting_for(run, task, self.journal, strategy)
@@ -784,7 +752,8 @@ class Home:
 
     async def close(self) -> None:
         await self._delivery.close()
-        await self._copies.close()
+        await self.targets.close()
+        await self.copies.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from master.queue import QueueHome
 from peer.journal_storage import JournalStorage
 from peer.outbox_storage import OutboxStorage
 from protocols.config import LAN, Config
@@ -259,7 +258,6 @@ class Field:
             node.start()
         text = json.dumps(document(plan.kind, plan.tasks)).encode()
         home = queue.enactment.home
-        assert isinstance(home, QueueHome)
         await asyncio.sleep(5.0)
         assert home.given.settled
         began = self._now()
@@ -269,8 +267,8 @@ class Field:
         while not run.over:
             await asyncio.sleep(5.0)
             at = self._now() - began
-            result.asked.append((at, home.queue_counts["requests"]))
-            served = sum(site.turn.locked() for site in home.sites.values())
+            result.asked.append((at, queue.sites.counts["requests"]))
+            served = sum(site.turn.locked() for site in queue.sites.sites.values())
             result.queued.append((at, served))
             assert self._now() < VIRTUAL_S_MAX, dict(run.counts)
         assert run.state == "succeeded", run.reason
@@ -280,18 +278,14 @@ class Field:
         result.seconds -= began
         result.running = [(at - began, n) for at, n in result.running]
         result.delays = [(at - began, delay) for at, delay in result.delays]
-        result.requests = home.queue_counts["requests"]
+        result.requests = queue.sites.counts["requests"]
         for task in run.tasks.values():
             moved = task.won.moved if task.won is not None else Moved()
             result.moved.update(moved._asdict())
         for node in made:
-            result.counts.update(node.enactment.service(PilotsService).pilot.counts)
-            result.counts.update(
-                {
-                    f"master {k}": v
-                    for k, v in node.enactment.service(PilotsService).master.counts.items()
-                }
-            )
+            site = node.enactment.service(PilotsService)
+            result.counts.update(site.pilot.counts)
+            result.counts.update({f"master {k}": v for k, v in site.master.counts.items()})
             result.counts.update({f"relay {k}": v for k, v in node.enactment.relay.counts.items()})
             result.bytes += node.rpc.counts.bytes_sent
         result.messages = self.network.sent

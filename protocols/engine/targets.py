@@ -1,0 +1,154 @@
+"""Whom a home gives attempts to: the peers of its cluster; or, a task queue's home, sites.
+
+What a home does for a workflow is the same for both. What differs is who is asked for room, how one
+hears of attempts that run, where files are, and by what name people know the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from workflow.model import Workflow
+
+from ..capacity.matching import unmet
+from ..data.transfer import Transfer
+from ..membership.members import Members, State
+from ..ports import Blobs
+from ..strategies.base import Strategy
+from ..tasks import Tasks
+from ..wire.messages import AttemptKey, File
+from .dispatch import Dispatch
+from .outstanding import Given
+from .replication import NEAR_BYTES_MIN, Copies
+from .run import Run, TaskState
+from .work import wire_needs
+
+RETURN_S = 8.0
+
+
+class Targets(Protocol):
+    #: files from this size on are worth a way to who holds them
+    near_bytes_min: int
+
+    def refusal(self, workflow: Workflow) -> str:
+        """Why none of these can run it; empty: they may."""
+
+    def strategy(self, run: Run) -> Strategy | None:
+        """Who finds room for it; None: the one that its document names."""
+
+    def settle(self) -> None:
+        """The others are known, or nobody answered for a while."""
+
+    def resume(self, run: Run) -> None:
+        """Ask about what runs somewhere, as the journal says."""
+
+    def is_held(self, file: File | None) -> bool:
+        """Somebody has it who is here, or may be back with it in a moment."""
+
+    def could_run(self, run: Run, task: TaskState) -> set[bytes]:
+        """Whose capacity suffices."""
+
+    def abort(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
+        """Attempts that are of no use any more."""
+
+    def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
+        """Files of these tasks need a second holder."""
+
+    def called(self, peer: bytes) -> str:
+        """To users."""
+
+    def waiting_for(self, run: Run, task: TaskState) -> str:
+        """In words, if these know more than the home; else nothing."""
+
+    def held_too(self, file: File) -> File:
+        """With what the home knows of its holders."""
+
+    async def close(self) -> None:
+        """Whatever goes on for these ends."""
+
+
+class Enacting(Protocol):
+    """What of a home its targets need."""
+
+    given: Given
+    dispatch: Dispatch
+    copies: Copies
+    members: Members
+    blobs: Blobs
+    transfer: Transfer
+
+    def run_elsewhere(self, peer: bytes) -> None:
+        """It may be dead, or just slow."""
+
+
+class Peers:
+    """Of this home's cluster."""
+
+    near_bytes_min = NEAR_BYTES_MIN
+
+    def __init__(self, home: Enacting) -> None:
+        self._home = home
+        self._waits_until = 0.0
+        self._tasks = Tasks()
+
+    def refusal(self, workflow: Workflow) -> str:
+        return ""
+
+    def strategy(self, run: Run) -> Strategy | None:
+        return None
+
+    def settle(self) -> None:
+        self._waits_until = asyncio.get_running_loop().time() + RETURN_S
+
+    def resume(self, run: Run) -> None:
+        given, members = self._home.given, self._home.members
+        for task in run.tasks.values():
+            for attempt in task.attempts:
+                if attempt.state == "running" and task.state == "running":
+                    given.add(attempt.peer, AttemptKey(run.id, task.id, attempt.number))
+                    given.doubt(attempt.peer)
+        for peer in [p for p in given.peers() if not members.is_alive(p)]:
+            self._home.run_elsewhere(peer)
+
+    def is_held(self, file: File | None) -> bool:
+        if file is None:
+            return False
+        if file.hash in self._home.blobs or any(map(self._home.members.is_here, file.holders)):
+            return True
+        # after a start: others that were stopped with this peer may be about to be back
+        young = asyncio.get_running_loop().time() < self._waits_until
+        return young and any(map(self._may_return, file.holders))
+
+    def _may_return(self, peer: bytes) -> bool:
+        member = self._home.members.get(peer)
+        return member is None or member.state != State.DEAD
+
+    def could_run(self, run: Run, task: TaskState) -> set[bytes]:
+        needs = wire_needs(run.needs(task.id))
+        here = self._home.members.here()
+        return {m.contact.id for m in here if not unmet(m.capacity, m.traits, needs)}
+
+    def abort(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
+        self._home.given.drop(peer, keys)
+        contact = self._home.members.contact(peer)
+        if contact is not None:
+            self._tasks.spawn(self._home.dispatch.abort(contact, keys, (run.id, run.epoch)))
+
+    def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
+        self._home.copies.keep_twice(run, changed)
+
+    def called(self, peer: bytes) -> str:
+        return peer.hex()
+
+    def waiting_for(self, run: Run, task: TaskState) -> str:
+        return ""
+
+    def held_too(self, file: File) -> File:
+        me = self._home.members.me.contact.id
+        if file.hash in self._home.blobs and me not in file.holders:
+            return file._replace(holders=(*file.holders, me))
+        return file
+
+    async def close(self) -> None:
+        await self._tasks.close()
