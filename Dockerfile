@@ -12,8 +12,6 @@ COPY protocols protocols
 COPY peer peer
 COPY master master
 COPY valence valence
-COPY sim sim
-COPY bench bench
 RUN /opt/valence/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps . \
  && find /opt/valence -name '__pycache__' -prune -exec rm -rf {} + \
  && rm -rf /opt/valence/lib/python3*/site-packages/pip* /opt/valence/bin/pip* \
@@ -37,6 +35,6 @@ ENV PATH=/opt/valence/bin:/usr/local/bin:/usr/bin:/bin \
     VALENCE_HTTP_PORT=8470
 EXPOSE 7470/udp 7470/tcp 8470/tcp
 HEALTHCHECK --interval=60s --timeout=5s --retries=3 \
-    CMD ["python", "-I", "-m", "peer.healthy"]
+    CMD ["python", "-I", "-m", "valence.peer.healthy"]
 ENTRYPOINT ["valence"]
 CMD ["peer"]

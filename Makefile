@@ -21,6 +21,7 @@ quick: $(VENV)/dev  ## the tests that need no cluster, in well under a minute: f
 map: $(VENV)/dev  ## draw the tree into docs/architecture.md
 	@$(BIN)/python docs/map.py
 check: $(VENV)/dev  ## formatting, lint, strict types
+	@mkdir -p .types/valence && ln -sfn $(foreach name,$(wildcard valence/*.py) workflow protocols peer master,../../$(name)) .types/valence/
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy
 .bench/env: bench/requirements.txt
 	@test -x $@/bin/python || $(PYTHON) -m venv $@
@@ -61,4 +62,4 @@ chaos: $(VENV)/run  ## real peers killed, stopped and cut off; ARGS="kills --jso
 up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
 	@$(BIN)/valence up
 clean:
-	@rm -rf $(VENV) .bench build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .bench .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

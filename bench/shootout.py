@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from chaos.processes import VALENCE, Processes, until
-from protocols.config import LAN
-from protocols.wire.messages import Capacity
 from sim.host import Host
 from sim.loop import run_out
 from sim.network import Network
 from valence.display import Display
-from workflow import wfformat
-from workflow.strategies import BUILT_IN
+from valence.protocols.config import LAN
+from valence.protocols.wire.messages import Capacity
+from valence.workflow import wfformat
+from valence.workflow.strategies import BUILT_IN
 
 PEERS, SIM_PEERS = 10, 20
 #: of members and of the overlay: they are sent whether there is work or not

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.client import FINAL, Client, Problem, Workflow
-from workflow.strategies import BUILT_IN
+from valence.workflow.strategies import BUILT_IN
 
 from .processes import Processes, open_directory, until
 from .queues import Queue

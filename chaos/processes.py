@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer import tokens
-from protocols.wire.entries import AttemptsFinished, TasksReopened, read
 from valence.client import Client
+from valence.peer import tokens
+from valence.protocols.wire.entries import AttemptsFinished, TasksReopened, read
 
 VALENCE = [sys.executable, "-m", "valence"]
 UP_S = 90.0

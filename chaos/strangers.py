@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from peer.removal import remove_tree
 from valence.client import Client, Problem, Unreachable
 from valence.display import Display
+from valence.peer.removal import remove_tree
 
 from .processes import VALENCE, Processes, until
 

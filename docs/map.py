@@ -37,6 +37,8 @@ def imported(path: Path) -> set[str]:
             module = (*base, *(node.module or "").split(".")) if node.module else base
             names = [module, *((*module, alias.name) for alias in node.names)]
         for name in names:
+            if name[:1] == ("valence",) and name[1:2] and name[1] in LAYERS:
+                name = name[1:]  # in a checkout it lies beside that folder
             if name and name[0] in LAYERS:
                 target = ROOT.joinpath(*name)
                 if target.with_suffix(".py").exists():

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 import msgpack
 
-from peer.link import Link
-from peer.seal import Dropped, Seal
-from protocols.chemistry.notation import ChemistryError
-from protocols.config import LAN
-from protocols.engine.policies import SHIPPED, Policies
-from protocols.engine.work import read_document
-from protocols.strategies.chemical import messages as chemical
-from protocols.strategies.pilots import messages as pilots
-from protocols.strategies.tickets.messages import (
+from valence.peer.link import Link
+from valence.peer.seal import Dropped, Seal
+from valence.protocols.chemistry.notation import ChemistryError
+from valence.protocols.config import LAN
+from valence.protocols.engine.policies import SHIPPED, Policies
+from valence.protocols.engine.work import read_document
+from valence.protocols.strategies.chemical import messages as chemical
+from valence.protocols.strategies.pilots import messages as pilots
+from valence.protocols.strategies.tickets.messages import (
     Claim,
     Offer,
     PostClaims,
@@ -26,9 +26,9 @@ from protocols.strategies.tickets.messages import (
     Redemption,
     Shortfall,
 )
-from protocols.wire import messages
-from protocols.wire.codec import Kind, Malformed, decode, encode, pack_member
-from protocols.wire.messages import (
+from valence.protocols.wire import messages
+from valence.protocols.wire.codec import Kind, Malformed, decode, encode, pack_member
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -49,7 +49,7 @@ from protocols.wire.messages import (
     Value,
     Work,
 )
-from workflow.problems import DocumentError
+from valence.workflow.problems import DocumentError
 
 _KEY = "a cluster key for fuzzing"
 _ME, _OTHER = bytes([1]) * 20, bytes([2]) * 20

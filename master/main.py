@@ -7,8 +7,8 @@ import os
 import secrets
 import sys
 
-from peer.main import run
-from peer.settings import Settings, SettingsError, add_flags, load
+from valence.peer.main import run
+from valence.peer.settings import Settings, SettingsError, add_flags, load
 
 from .service import QueueDaemon
 

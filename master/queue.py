@@ -23,13 +23,13 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from peer.storage import QUEUE
-from protocols.capacity.admission import NO_DEADLINE_S
-from protocols.capacity.matching import explain, unmet
-from protocols.consensus.keeping import Deposed
-from protocols.engine.home import Home
-from protocols.engine.run import Run, TaskState
-from protocols.strategies.base import (
+from valence.peer.storage import QUEUE
+from valence.protocols.capacity.admission import NO_DEADLINE_S
+from valence.protocols.capacity.matching import explain, unmet
+from valence.protocols.consensus.keeping import Deposed
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.run import Run, TaskState
+from valence.protocols.strategies.base import (
     READ_BYTES_MIN,
     Estimate,
     Placed,
@@ -37,10 +37,10 @@ from protocols.strategies.base import (
     Strategy,
     Unit,
 )
-from protocols.strategies.shares import Shares
-from protocols.tasks import Tasks
-from protocols.wire.entries import AttemptsStarted, StartedAttempt
-from protocols.wire.messages import (
+from valence.protocols.strategies.shares import Shares
+from valence.protocols.tasks import Tasks
+from valence.protocols.wire.entries import AttemptsStarted, StartedAttempt
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
@@ -55,8 +55,8 @@ from protocols.wire.messages import (
     Unheld,
     Work,
 )
-from protocols.wire.rpc import Refused
-from workflow.model import Workflow
+from valence.protocols.wire.rpc import Refused
+from valence.workflow.model import Workflow
 
 log = logging.getLogger("valence.queue")
 

@@ -15,19 +15,19 @@ from typing import Any, ClassVar
 import aiohttp
 from aiohttp import web
 
-from peer.blobs import BlobError, Blobs
-from peer.daemon import Daemon
-from peer.http import Http
-from peer.tokens import PILOT, PilotToken
-from protocols.consensus.placement import QUEUED
-from protocols.data.transfer import Fetched, Transfer, Unavailable
-from protocols.engine import views
-from protocols.engine.gateway import Gateway
-from protocols.engine.home import Home
-from protocols.engine.targets import Targets
-from protocols.wire.codec import Kind, Malformed, decode, encode
-from protocols.wire.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
-from protocols.wire.rpc import Refused
+from valence.peer.blobs import BlobError, Blobs
+from valence.peer.daemon import Daemon
+from valence.peer.http import Http
+from valence.peer.tokens import PILOT, PilotToken
+from valence.protocols.consensus.placement import QUEUED
+from valence.protocols.data.transfer import Fetched, Transfer, Unavailable
+from valence.protocols.engine import views
+from valence.protocols.engine.gateway import Gateway
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.targets import Targets
+from valence.protocols.wire.codec import Kind, Malformed, decode, encode
+from valence.protocols.wire.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
+from valence.protocols.wire.rpc import Refused
 
 from .queue import Sites
 

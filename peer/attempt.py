@@ -25,13 +25,13 @@ from typing import Any
 
 import msgpack
 
-from protocols.data.transfer import Transfer, Unavailable
-from protocols.engine.outcomes import LOOK_S, NO_ROOM, NURSERY_DIED, WORKER_DIED, too_long
-from protocols.ports import NurseryGone
-from protocols.wire.messages import File, Moved, Value, Work
-from workflow.names import file_problem
-from workflow.quantities import show_bytes
-from workflow.schema import STRICT_SHELL
+from valence.protocols.data.transfer import Transfer, Unavailable
+from valence.protocols.engine.outcomes import LOOK_S, NO_ROOM, NURSERY_DIED, WORKER_DIED, too_long
+from valence.protocols.ports import NurseryGone
+from valence.protocols.wire.messages import File, Moved, Value, Work
+from valence.workflow.names import file_problem
+from valence.workflow.quantities import show_bytes
+from valence.workflow.schema import STRICT_SHELL
 
 from .blobs import (
     CHUNK_BYTES,

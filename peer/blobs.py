@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from io import BufferedReader
 from pathlib import Path
 
-from protocols.data.cache import (
+from valence.protocols.data.cache import (
     OWN,
     BlobError,
     Cache,
@@ -37,8 +37,8 @@ from protocols.data.cache import (
     WrongHash,
     is_own,
 )
-from protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Sheet, count, span
-from workflow.replay import made_up
+from valence.protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Sheet, count, span
+from valence.workflow.replay import made_up
 
 __all__ = ["OWN", "BlobError", "Blobs", "NeverFits", "QuotaFull", "Room", "TooLarge", "WrongHash"]
 

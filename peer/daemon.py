@@ -20,20 +20,20 @@ from typing import Any
 
 import msgpack
 
-from protocols.config import PRESETS
-from protocols.data.transfer import Transfer
-from protocols.engine.enactment import Enactment
-from protocols.engine.gateway import Gateway
-from protocols.engine.home import Home
-from protocols.engine.targets import Peers, Targets
-from protocols.membership.liveness import Liveness
-from protocols.membership.members import Members, State
-from protocols.overlay.overlays import MADE_BY
-from protocols.ports import DatabaseError
-from protocols.records import Records
-from protocols.strategies.service import Work
-from protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
-from protocols.wire.rpc import CallFailed, Refused, Rpc
+from valence.protocols.config import PRESETS
+from valence.protocols.data.transfer import Transfer
+from valence.protocols.engine.enactment import Enactment
+from valence.protocols.engine.gateway import Gateway
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.targets import Peers, Targets
+from valence.protocols.membership.liveness import Liveness
+from valence.protocols.membership.members import Members, State
+from valence.protocols.overlay.overlays import MADE_BY
+from valence.protocols.ports import DatabaseError
+from valence.protocols.records import Records
+from valence.protocols.strategies.service import Work
+from valence.protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from valence.protocols.wire.rpc import CallFailed, Refused, Rpc
 
 from .attempt import Limits, Workshop
 from .blobs import Blobs

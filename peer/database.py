@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from protocols.ports import DatabaseError
+from valence.protocols.ports import DatabaseError
 
 Statement = tuple[str, Sequence[Any] | dict[str, Any]]
 BATCH_MAX = 512

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 from aiohttp import http_exceptions, web
 from pydantic import BaseModel
 
-from protocols.data.transfer import Transfer
-from protocols.engine import views
-from protocols.engine.answers import Problem
-from protocols.engine.gateway import Gateway
-from protocols.wire.messages import File
-from workflow.strategies import names
-from workflow.tree import DOCUMENT_BYTES_MAX
+from valence.protocols.data.transfer import Transfer
+from valence.protocols.engine import views
+from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.gateway import Gateway
+from valence.protocols.wire.messages import File
+from valence.workflow.strategies import names
+from valence.workflow.tree import DOCUMENT_BYTES_MAX
 
 from .blobs import OWN, BlobError, Blobs
 from .limits import Doors, Rates

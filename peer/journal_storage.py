@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from protocols.consensus.replica import CONFIGS, Replica, first_of, forced
-from protocols.consensus.storage import Write
-from protocols.ports import DatabaseError, Listed
-from protocols.wire.entries import VOID, Ended, Submitted, keepers_in, read_as
-from protocols.wire.messages import Entry
+from valence.protocols.consensus.replica import CONFIGS, Replica, first_of, forced
+from valence.protocols.consensus.storage import Write
+from valence.protocols.ports import DatabaseError, Listed
+from valence.protocols.wire.entries import VOID, Ended, Submitted, keepers_in, read_as
+from valence.protocols.wire.messages import Entry
 
 from .database import Disk, Statement
 

@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocols.config import Config
-from protocols.wire.codec import Malformed, decode
-from protocols.wire.messages import Contact, Hello
+from valence.protocols.config import Config
+from valence.protocols.wire.codec import Malformed, decode
+from valence.protocols.wire.messages import Contact, Hello
 
 from .identity import TlsContexts, id_of_certificate
 from .seal import NOBODY, OVERHEAD_BYTES, Dropped, Seal

@@ -15,8 +15,8 @@ import sys
 
 import uvloop
 
-from protocols.ports import DatabaseError
-from workflow.shown import plain
+from valence.protocols.ports import DatabaseError
+from valence.workflow.shown import plain
 
 from . import nursery
 from .daemon import AlreadyRunning, Daemon

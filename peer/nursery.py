@@ -48,6 +48,8 @@ from typing import Any
 
 import msgpack
 
+import valence
+
 LENGTH = struct.Struct("!I")
 MARKER = "VALENCE_ATTEMPT"
 OPEN_FILES_MAX = 4096
@@ -542,7 +544,7 @@ def launch() -> tuple[socket.socket, int]:
     """As a program of its own, which knows nothing that its parent knows."""
     ours, theirs = socket.socketpair()
     package, module = __name__.rpartition(".")[::2]
-    root = Path(__file__).parents[package.count(".") + 1]
+    root = Path(valence.__file__).parents[1]
     code = f"import sys; sys.path.append({str(root)!r}); from {package} import {module}; "
     code += f"{module}.serve({theirs.fileno()})"
     with theirs:

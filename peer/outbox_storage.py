@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgpack
 
-from protocols.ports import OutboxRow
-from protocols.wire.messages import CHECKED_OUTCOME
+from valence.protocols.ports import OutboxRow
+from valence.protocols.wire.messages import CHECKED_OUTCOME
 
 from .database import Disk, Statement
 

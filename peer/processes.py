@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import msgpack
 
-from protocols.ports import NurseryGone, Reply
+from valence.protocols.ports import NurseryGone, Reply
 
 from . import nursery
 from .nursery import LENGTH

@@ -7,9 +7,9 @@ import time
 
 import aiohttp
 
-from protocols.wire.codec import Kind, Malformed, decode, encode
-from protocols.wire.messages import Message
-from protocols.wire.rpc import CallFailed, Refused, Unreachable
+from valence.protocols.wire.codec import Kind, Malformed, decode, encode
+from valence.protocols.wire.messages import Message
+from valence.protocols.wire.rpc import CallFailed, Refused, Unreachable
 
 from .settings import Settings
 from .tokens import PilotToken

@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from protocols.engine import views
-from workflow.schema import WorkflowDocument
-from workflow.strategies import names
+from valence.protocols.engine import views
+from valence.workflow.schema import WorkflowDocument
+from valence.workflow.strategies import names
 
 VERSION = "0.1.0"
 

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import valence
+
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
 #: of /etc only what programs need to find libraries, names and certificates
 _ETC = (
     *("passwd", "group", "nsswitch.conf", "hosts", "resolv.conf", "localtime", "alternatives"),
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl", "ca-certificates", "pki", "mime.types"),
 )
-_PACKAGES = ("peer", "protocols", "workflow")
+_PACKAGES = ("valence", "peer", "protocols", "workflow")
 TRY_S_MAX = 10.0
 #: in the task's directory: what it has in place of these
 PLACES = {"/tmp": ".tmp", "/dev/shm": ".shm"}
@@ -88,11 +90,9 @@ class Sandbox:
 
 def _readable() -> list[str]:
     """The system, this Python with its packages, and of ours what runs a call: no more."""
-    root = Path(__file__).parents[1]
     found = dict.fromkeys(_SYSTEM)
     found.update(dict.fromkeys(f"/etc/{name}" for name in _ETC))
-    packages = [str(root / name) for name in _PACKAGES]
-    for path in (sys.prefix, sys.base_prefix, *packages):
+    for path in (sys.prefix, sys.base_prefix, *_packages()):
         real = os.path.realpath(path)
         inside = any(real == top or real.startswith(top + "/") for top in found)
         if not inside and os.path.isdir(real):
@@ -100,6 +100,13 @@ def _readable() -> list[str]:
     return list(found)
 
 
+def _packages() -> list[str]:
+    """In a checkout they lie beside each other, else in one."""
+    root = Path(module_path())
+    whole = (root / "valence" / "peer").exists()
+    return [str(root / name) for name in (_PACKAGES[:1] if whole else _PACKAGES)]
+
+
 def module_path() -> str:
     """Where Python finds our packages in there."""
-    return str(Path(os.path.realpath(__file__)).parents[1])
+    return str(Path(os.path.realpath(valence.__file__)).parents[1])

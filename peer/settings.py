@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from protocols.config import OVERLAYS, PRESETS
-from workflow import quantities
+from valence.protocols.config import OVERLAYS, PRESETS
+from valence.workflow import quantities
 
 Size = Annotated[int, BeforeValidator(quantities.size_bytes)]
 Duration = Annotated[float, BeforeValidator(quantities.seconds)]

@@ -28,10 +28,10 @@ import aiohttp
 import aiohttp.abc
 from yarl import URL
 
-from protocols.data.cache import Room
-from protocols.engine.delivery import shown
-from protocols.ports import StorageError
-from protocols.wire.messages import File
+from valence.protocols.data.cache import Room
+from valence.protocols.engine.delivery import shown
+from valence.protocols.ports import StorageError
+from valence.protocols.wire.messages import File
 
 from .blobs import CHUNK_BYTES, Blobs, WrongHash, copy_file
 from .settings import Settings

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 
-from protocols.config import LAN, OVERLAYS
-from workflow import strategies
+from valence.protocols.config import LAN, OVERLAYS
+from valence.workflow import strategies
 
 from .loop import run_out, with_fixed_hashes
 from .mutants import EXPECTED, MUTANTS, WORLDS, applied

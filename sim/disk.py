@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from peer.database import Statement, prepare
-from protocols.ports import DatabaseError
+from valence.peer.database import Statement, prepare
+from valence.protocols.ports import DatabaseError
 
 from .loop import NOBODY
 

@@ -13,11 +13,11 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-from protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Room
-from protocols.data.chunk_manifest import Sheet, count, span
-from protocols.data.transfer import Transfer, Unavailable
-from protocols.wire.messages import File, Moved, Value, Work
-from workflow.replay import made_up
+from valence.protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Room
+from valence.protocols.data.chunk_manifest import Sheet, count, span
+from valence.protocols.data.transfer import Transfer, Unavailable
+from valence.protocols.wire.messages import File, Moved, Value, Work
+from valence.workflow.replay import made_up
 
 from .disk import Platter
 

@@ -12,17 +12,17 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from master.queue import Sites
-from peer.journal_storage import JournalStorage
-from peer.outbox_storage import OutboxStorage
-from protocols.config import Config
-from protocols.consensus.placement import QUEUED
-from protocols.data.cache import Room as CacheRoom
-from protocols.data.transfer import Transfer, Unavailable
-from protocols.engine.enactment import Enactment
-from protocols.engine.home import Home
-from protocols.engine.targets import Peers, Targets
-from protocols.wire.messages import (
+from valence.master.queue import Sites
+from valence.peer.journal_storage import JournalStorage
+from valence.peer.outbox_storage import OutboxStorage
+from valence.protocols.config import Config
+from valence.protocols.consensus.placement import QUEUED
+from valence.protocols.data.cache import Room as CacheRoom
+from valence.protocols.data.transfer import Transfer, Unavailable
+from valence.protocols.engine.enactment import Enactment
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.targets import Peers, Targets
+from valence.protocols.wire.messages import (
     BlobPart,
     Capacity,
     Contact,
@@ -35,7 +35,7 @@ from protocols.wire.messages import (
     Traits,
     Welcome,
 )
-from protocols.wire.rpc import CallFailed
+from valence.protocols.wire.rpc import CallFailed
 
 from .disk import Platter, SimDatabase
 from .files import SimBlobs, SimWorkshop
@@ -215,9 +215,8 @@ class Host:
         self._network.forget(peer.contact)
         self.platter.tables.close()
         for part in (*vars(enactment).values(), *vars(peer).values()):
-            if type(part).__module__.startswith(("peer.", "protocols.")) and hasattr(
-                part, "__dict__"
-            ):
+            ours = type(part).__module__.startswith(("valence.peer.", "valence.protocols."))
+            if ours and hasattr(part, "__dict__"):
                 vars(part).clear()
 
     async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:

@@ -13,10 +13,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from master.queue import site_id
-from protocols.consensus.placement import is_queued
-from protocols.consensus.replica import TAG_BITS, forced, shown
-from protocols.wire.entries import (
+from valence.master.queue import site_id
+from valence.protocols.consensus.placement import is_queued
+from valence.protocols.consensus.replica import TAG_BITS, forced, shown
+from valence.protocols.wire.entries import (
     VOID,
     AttemptsFinished,
     AttemptsLost,
@@ -32,7 +32,7 @@ from protocols.wire.entries import (
     TasksSkipped,
     read,
 )
-from protocols.wire.messages import AttemptKey, Entry, Outcome, Work
+from valence.protocols.wire.messages import AttemptKey, Entry, Outcome, Work
 
 if TYPE_CHECKING:
     from .host import Host

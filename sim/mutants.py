@@ -12,34 +12,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import protocols.consensus.election
-import protocols.consensus.lines
-import protocols.consensus.replica
-import protocols.engine.decisions
-import protocols.engine.judge
-from peer.journal_storage import JournalStorage
-from protocols.capacity.admission import Admission
-from protocols.consensus.archive import Archive
-from protocols.consensus.election import Elections
-from protocols.consensus.keeping import Keeping
-from protocols.consensus.lines import Line, Lines
-from protocols.consensus.membership_change import Tending
-from protocols.consensus.placement import new_id
-from protocols.consensus.replica import Replica, forced
-from protocols.engine.answers import Answers, Problem, _Document
-from protocols.engine.decisions import Decision
-from protocols.engine.executor import Executor
-from protocols.engine.gangs import Mending
-from protocols.engine.gateway import Gateway
-from protocols.engine.home import Home
-from protocols.engine.journal import Journal
-from protocols.engine.reception import Reception
-from protocols.engine.run import FINAL, Run
-from protocols.membership.members import State
-from protocols.tasks import Tasks
-from protocols.wire.entries import InputsStaged
-from protocols.wire.messages import Elected
-from protocols.wire.rpc import Rpc
+import valence.protocols.consensus.election
+import valence.protocols.consensus.lines
+import valence.protocols.consensus.replica
+import valence.protocols.engine.decisions
+import valence.protocols.engine.judge
+from valence.peer.journal_storage import JournalStorage
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.consensus.archive import Archive
+from valence.protocols.consensus.election import Elections
+from valence.protocols.consensus.keeping import Keeping
+from valence.protocols.consensus.lines import Line, Lines
+from valence.protocols.consensus.membership_change import Tending
+from valence.protocols.consensus.placement import new_id
+from valence.protocols.consensus.replica import Replica, forced
+from valence.protocols.engine.answers import Answers, Problem, _Document
+from valence.protocols.engine.decisions import Decision
+from valence.protocols.engine.executor import Executor
+from valence.protocols.engine.gangs import Mending
+from valence.protocols.engine.gateway import Gateway
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.journal import Journal
+from valence.protocols.engine.reception import Reception
+from valence.protocols.engine.run import FINAL, Run
+from valence.protocols.membership.members import State
+from valence.protocols.tasks import Tasks
+from valence.protocols.wire.entries import InputsStaged
+from valence.protocols.wire.messages import Elected
+from valence.protocols.wire.rpc import Rpc
 
 Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -94,8 +94,8 @@ def one_copy_is_a_majority() -> list[Patch]:
         return 1
 
     return [
-        (protocols.consensus.replica, "majority", one),
-        (protocols.consensus.election, "majority", one),
+        (valence.protocols.consensus.replica, "majority", one),
+        (valence.protocols.consensus.election, "majority", one),
     ]
 
 
@@ -267,7 +267,7 @@ def results_are_used_before_they_count() -> list[Patch]:
 
 @mutant
 def a_second_result_counts_too() -> list[Patch]:
-    return [(protocols.engine.judge, "FINAL", frozenset())]
+    return [(valence.protocols.engine.judge, "FINAL", frozenset())]
 
 
 @mutant
@@ -321,7 +321,7 @@ def any_lease_is_good_enough() -> list[Patch]:
 
 @mutant
 def a_gang_goes_on_without_one() -> list[Patch]:
-    return [(protocols.engine.decisions, "mend", lambda run, gang: Mending())]
+    return [(valence.protocols.engine.decisions, "mend", lambda run, gang: Mending())]
 
 
 @mutant
@@ -366,8 +366,8 @@ def homes_lead_in_eras_that_their_log_is_not_in() -> list[Patch]:
         return True
 
     return [
-        (protocols.consensus.replica, "in_era", lax),
-        (protocols.consensus.election, "in_era", lax),
+        (valence.protocols.consensus.replica, "in_era", lax),
+        (valence.protocols.consensus.election, "in_era", lax),
     ]
 
 
@@ -386,7 +386,7 @@ def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
     def holds(line: Line, other: Line) -> bool:
         return line.era > other.era
 
-    return [(protocols.consensus.lines, "holds", holds)]
+    return [(valence.protocols.consensus.lines, "holds", holds)]
 
 
 @mutant

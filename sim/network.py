@@ -12,13 +12,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocols.config import LAN, Config
-from protocols.membership.liveness import Liveness
-from protocols.membership.members import Members
-from protocols.overlay.overlays import MADE_BY
-from protocols.records import Records
-from protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
-from protocols.wire.rpc import CallFailed, Rpc
+from valence.protocols.config import LAN, Config
+from valence.protocols.membership.liveness import Liveness
+from valence.protocols.membership.members import Members
+from valence.protocols.overlay.overlays import MADE_BY
+from valence.protocols.records import Records
+from valence.protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
+from valence.protocols.wire.rpc import CallFailed, Rpc
 
 from .loop import NOBODY, Life
 

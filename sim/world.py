@@ -20,12 +20,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from protocols.config import LAN, Config
-from protocols.consensus.placement import is_queued
-from protocols.consensus.replica import majority, shown
-from protocols.engine.answers import Problem
-from protocols.strategies.tickets.service import TicketsService
-from protocols.wire.messages import Ask, Capacity, Contact, Elect, Elected, Outcome, ReadChunk, Work
+from valence.protocols.config import LAN, Config
+from valence.protocols.consensus.placement import is_queued
+from valence.protocols.consensus.replica import majority, shown
+from valence.protocols.engine.answers import Problem
+from valence.protocols.strategies.tickets.service import TicketsService
+from valence.protocols.wire.messages import (
+    Ask,
+    Capacity,
+    Contact,
+    Elect,
+    Elected,
+    Outcome,
+    ReadChunk,
+    Work,
+)
 
 from .host import Host, QueueHost
 from .ledger import FINAL, Ledger, Violation

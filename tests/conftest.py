@@ -44,7 +44,8 @@ class Cluster:
             **variables,
         }
         self._again: list[subprocess.Popen[bytes]] = []
-        done = self.cli("up", "--peers", str(peers), "--detach", *more, timeout=60)
+        home.mkdir(parents=True, exist_ok=True)  # and begun there: no folder of ours is on its path
+        done = self.cli("up", "--peers", str(peers), "--detach", *more, timeout=60, cwd=home)
         assert done.returncode == 0, done.stderr
 
     def cli(self, *arguments: str, timeout: float = 60, **more: Any) -> Any:

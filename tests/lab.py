@@ -12,13 +12,14 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import cast
 
-from protocols.capacity.admission import Admission
-from protocols.capacity.door import Door, Guest
-from protocols.config import LAN
-from protocols.strategies.base import Placed, Unit
-from protocols.strategies.registry import MADE_BY
-from protocols.strategies.service import Context, Files
-from protocols.wire.messages import (
+from sim.network import Faults, Network, SimPeer
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.door import Door, Guest
+from valence.protocols.config import LAN
+from valence.protocols.strategies.base import Placed, Unit
+from valence.protocols.strategies.registry import MADE_BY
+from valence.protocols.strategies.service import Context, Files
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -29,8 +30,7 @@ from protocols.wire.messages import (
     Vacancy,
     Work,
 )
-from protocols.wire.rpc import CallFailed
-from sim.network import Faults, Network, SimPeer
+from valence.protocols.wire.rpc import CallFailed
 
 CORE = Needs(Capacity(millicores=1000))
 GIB = 2**30

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.config import LAN, Config
-from protocols.strategies.chemical.config import ChemicalConfig
-from protocols.strategies.chemical.holder import Stretch, Wish, alike, rest_of, room
-from protocols.strategies.chemical.kinds import ALL, kind_of
-from protocols.strategies.chemical.layer import Layer, load
-from protocols.strategies.chemical.messages import Meta, Scale
-from protocols.strategies.chemical.questions import Questions
-from protocols.strategies.chemical.scale import (
+from sim.loop import run
+from sim.network import Faults, Network, SimPeer
+from tests.conftest import Cluster
+from valence.protocols.config import LAN, Config
+from valence.protocols.strategies.chemical.config import ChemicalConfig
+from valence.protocols.strategies.chemical.holder import Stretch, Wish, alike, rest_of, room
+from valence.protocols.strategies.chemical.kinds import ALL, kind_of
+from valence.protocols.strategies.chemical.layer import Layer, load
+from valence.protocols.strategies.chemical.messages import Meta, Scale
+from valence.protocols.strategies.chemical.questions import Questions
+from valence.protocols.strategies.chemical.scale import (
     FIRST,
     STEPS,
     fit,
@@ -28,10 +31,7 @@ from protocols.strategies.chemical.scale import (
     place,
     tie,
 )
-from protocols.wire.messages import Capacity, Contact, Member, Needs, Ticket
-from sim.loop import run
-from sim.network import Faults, Network, SimPeer
-from tests.conftest import Cluster
+from valence.protocols.wire.messages import Capacity, Contact, Member, Needs, Ticket
 
 ONE = Needs(Capacity(1000))
 

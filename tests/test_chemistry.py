@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.chemistry.expressions import BUILT_IN
-from protocols.chemistry.molecules import (
+from valence.protocols.chemistry.expressions import BUILT_IN
+from valence.protocols.chemistry.molecules import (
     Call,
     Compound,
     Molecule,
@@ -19,7 +19,7 @@ from protocols.chemistry.molecules import (
     size_of,
     typed,
 )
-from protocols.chemistry.notation import (
+from valence.protocols.chemistry.notation import (
     ChemistryError,
     read,
     read_molecule,
@@ -28,7 +28,7 @@ from protocols.chemistry.notation import (
     show,
     show_program,
 )
-from protocols.chemistry.reactor import Budget, Reactor
+from valence.protocols.chemistry.reactor import Budget, Reactor
 
 MAX = "replace x :: int, y :: int by x if x ≥ y in ⟨2, 4, 5, 7, 9⟩"
 

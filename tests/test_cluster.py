@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from peer.routes import ROUTES
 from tests.conftest import VALENCE, wait_for
 from valence.client import Problem
+from valence.peer.routes import ROUTES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 INSTANCES = Path(__file__).parent.parent.parent / "shared" / "workflows"

@@ -14,10 +14,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from peer import healthy
-from peer.settings import _memory_bytes, _millicores
 from tests.conftest import wait_for
 from valence.client import Client
+from valence.peer import healthy
+from valence.peer.settings import _memory_bytes, _millicores
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = [ROOT / "docker-compose.yml", ROOT / "deploy" / "docker-compose.secrets.yml"]

@@ -15,14 +15,21 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from protocols.data.cache import Cache, QuotaFull, Room
-from protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Chunks, Sheet, chunk_bytes, count, span
-from protocols.data.transfer import Transfer, Unavailable
-from protocols.wire.messages import File
 from sim.disk import Platter
 from sim.files import SimBlobs
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
+from valence.protocols.data.cache import Cache, QuotaFull, Room
+from valence.protocols.data.chunk_manifest import (
+    CHUNK_BYTES_MIN,
+    Chunks,
+    Sheet,
+    chunk_bytes,
+    count,
+    span,
+)
+from valence.protocols.data.transfer import Transfer, Unavailable
+from valence.protocols.wire.messages import File
 
 MIB = 1 << 20
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from peer import nursery
-from peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
-from peer.database import Database
-from peer.processes import Processes, StartFailed
-from peer.removal import remove_tree
-from protocols.ports import DatabaseError, NurseryGone
+from valence.peer import nursery
+from valence.peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
+from valence.peer.database import Database
+from valence.peer.processes import Processes, StartFailed
+from valence.peer.removal import remove_tree
+from valence.protocols.ports import DatabaseError, NurseryGone
 
 
 def store(path: Path, quota: int = 1_000_000) -> Blobs:

@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflow import plan, quantities, tree, wfformat
-from workflow.document import from_value, parse
-from workflow.problems import DocumentError
+from valence.workflow import plan, quantities, tree, wfformat
+from valence.workflow.document import from_value, parse
+from valence.workflow.problems import DocumentError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 INSTANCES = Path(__file__).parent.parent.parent / "shared" / "workflows"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from protocols.wire.entries import AttemptsFinished, TasksReopened, read
 from tests.conftest import VALENCE, wait_for
 from tests.test_cluster import raw, submit
 from valence.client import Client, Problem
+from valence.protocols.wire.entries import AttemptsFinished, TasksReopened, read
 
 DIAMOND = {
     "first": {"command": "seq 1 100 > seed", "outputs": ["seed"]},

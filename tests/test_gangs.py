@@ -13,24 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.capacity.admission import Admission
-from protocols.config import LAN
-from protocols.engine.gangs import mend
-from protocols.engine.run import Run
-from protocols.wire.entries import (
+from sim.host import Host
+from sim.loop import run
+from sim.network import Network
+from tests.conftest import Cluster, wait_for
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.config import LAN
+from valence.protocols.engine.gangs import mend
+from valence.protocols.engine.run import Run
+from valence.protocols.wire.entries import (
     AttemptsLost,
     AttemptsStarted,
     StartedAttempt,
     TasksReopened,
     TasksSkipped,
 )
-from protocols.wire.messages import Capacity, GangTag, Needs, Room, Traits
-from sim.host import Host
-from sim.loop import run
-from sim.network import Network
-from tests.conftest import Cluster, wait_for
-from workflow import document
-from workflow.problems import DocumentError
+from valence.protocols.wire.messages import Capacity, GangTag, Needs, Room, Traits
+from valence.workflow import document
+from valence.workflow.problems import DocumentError
 
 ONE = Needs(Capacity(millicores=1000))
 CORE = Capacity(millicores=1000, memory_bytes=2**30)

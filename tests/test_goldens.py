@@ -19,14 +19,14 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from protocols.engine.journal import Journal, recorded
-from protocols.engine.runs import rebuilt
-from protocols.strategies import registry
-from protocols.wire import codec
-from protocols.wire.codec import Kind
-from protocols.wire.entries import BY_KIND, read
-from protocols.wire.messages import BY_NUMBER, Entry, Message
 from tests.conftest import Cluster
+from valence.protocols.engine.journal import Journal, recorded
+from valence.protocols.engine.runs import rebuilt
+from valence.protocols.strategies import registry
+from valence.protocols.wire import codec
+from valence.protocols.wire.codec import Kind
+from valence.protocols.wire.entries import BY_KIND, read
+from valence.protocols.wire.messages import BY_NUMBER, Entry, Message
 
 GOLDENS = Path(__file__).parent / "goldens"
 MESSAGES = GOLDENS / "messages.txt"
@@ -97,7 +97,7 @@ def ours() -> list[type[Message]]:
     """The product's own: an experiment that is imported here, too, has messages of its own."""
     assert registry.MADE_BY, "with these come their messages"
     listed = sorted(BY_NUMBER.items())
-    return [cls for _, cls in listed if cls.__module__.split(".")[0] == "protocols"]
+    return [cls for _, cls in listed if cls.__module__.startswith("valence.protocols.")]
 
 
 def encoded(cls: type[Message]) -> bytes:

@@ -28,22 +28,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos import owners
-from peer import nursery
-from peer.attempt import Attempt, Limits, TaskFailed, Unseen, usage_below
-from peer.blobs import Blobs, is_plain, open_plain
-from peer.database import Database
-from peer.journal_storage import JournalStorage
-from peer.main import _Plain as plain_log
-from peer.processes import Processes, read_reply
-from peer.removal import remove_tree
-from peer.tokens import PILOT, BadToken, PilotToken, Tokens, make
-from peer.users import NoUsers, Users
-from peer.worker import Imported, read_sources
-from protocols.capacity.admission import Admission
-from protocols.config import LAN
-from protocols.consensus.lines import Line, holds
-from protocols.consensus.placement import Where, crowding, risk, spread, without_one, would_part
-from protocols.consensus.replica import (
+from sim.loop import run_out
+from sim.world import Plan, World
+from tests.conftest import Cluster
+from valence.display import Display
+from valence.peer import nursery
+from valence.peer.attempt import Attempt, Limits, TaskFailed, Unseen, usage_below
+from valence.peer.blobs import Blobs, is_plain, open_plain
+from valence.peer.database import Database
+from valence.peer.journal_storage import JournalStorage
+from valence.peer.main import _Plain as plain_log
+from valence.peer.processes import Processes, read_reply
+from valence.peer.removal import remove_tree
+from valence.peer.tokens import PILOT, BadToken, PilotToken, Tokens, make
+from valence.peer.users import NoUsers, Users
+from valence.peer.worker import Imported, read_sources
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.config import LAN
+from valence.protocols.consensus.lines import Line, holds
+from valence.protocols.consensus.placement import (
+    Where,
+    crowding,
+    risk,
+    spread,
+    without_one,
+    would_part,
+)
+from valence.protocols.consensus.replica import (
     Replica,
     begins_era,
     forced,
@@ -51,22 +62,22 @@ from protocols.consensus.replica import (
     in_era,
     next_epoch,
 )
-from protocols.consensus.storage import Write
-from protocols.data.cache import Cache, QuotaFull
-from protocols.engine.answers import Problem
-from protocols.engine.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
-from protocols.engine.reception import Reception
-from protocols.engine.run import Run
-from protocols.engine.runs import Runs
-from protocols.engine.work import is_much, read_document
-from protocols.strategies.base import Unit
-from protocols.strategies.pilots.ranking import problem, ranking
-from protocols.strategies.shares import Shares
-from protocols.strategies.tickets.market import Market
-from protocols.strategies.tickets.messages import Claim
-from protocols.strategies.waiting import Waiting
-from protocols.wire.entries import HomeForced, Submitted
-from protocols.wire.messages import (
+from valence.protocols.consensus.storage import Write
+from valence.protocols.data.cache import Cache, QuotaFull
+from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
+from valence.protocols.engine.reception import Reception
+from valence.protocols.engine.run import Run
+from valence.protocols.engine.runs import Runs
+from valence.protocols.engine.work import is_much, read_document
+from valence.protocols.strategies.base import Unit
+from valence.protocols.strategies.pilots.ranking import problem, ranking
+from valence.protocols.strategies.shares import Shares
+from valence.protocols.strategies.tickets.market import Market
+from valence.protocols.strategies.tickets.messages import Claim
+from valence.protocols.strategies.waiting import Waiting
+from valence.protocols.wire.entries import HomeForced, Submitted
+from valence.protocols.wire.messages import (
     AttemptKey,
     Candidacy,
     Capacity,
@@ -81,12 +92,8 @@ from protocols.wire.messages import (
     Ticket,
     Traits,
 )
-from sim.loop import run_out
-from sim.world import Plan, World
-from tests.conftest import Cluster
-from valence.display import Display
-from workflow import tree, wfformat
-from workflow.problems import DocumentError, Problems
+from valence.workflow import tree, wfformat
+from valence.workflow.problems import DocumentError, Problems
 
 # --------------------------------------------------------------------------- documents
 
@@ -473,7 +480,7 @@ def test_an_edited_module_is_noticed_and_its_source_is_what_runs(
     code = f"""
 import importlib, os, sys, time
 sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]
-from peer.worker import Imported, read_sources, resolve
+from valence.peer.worker import Imported, read_sources, resolve
 path = {str(tmp_path / "edited.py")!r}
 open(path, "w").write("def which(): return 1\\n")
 import py_compile; py_compile.compile(path)   # as the user's own run leaves it

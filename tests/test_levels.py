@@ -7,12 +7,17 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from protocols.engine.run import Run
-from protocols.engine.work import read_document
-from protocols.wire.entries import AttemptsFinished, FinishedAttempt, ReopenedTask, TasksReopened
-from protocols.wire.messages import AttemptKey, Outcome
 from tests.conftest import Cluster
-from workflow.problems import DocumentError
+from valence.protocols.engine.run import Run
+from valence.protocols.engine.work import read_document
+from valence.protocols.wire.entries import (
+    AttemptsFinished,
+    FinishedAttempt,
+    ReopenedTask,
+    TasksReopened,
+)
+from valence.protocols.wire.messages import AttemptKey, Outcome
+from valence.workflow.problems import DocumentError
 
 TWO_LEVELS = """
 name: two levels

@@ -9,15 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from protocols.config import LAN, OVERLAYS, Config
-from protocols.data.transfer import Transfer
-from protocols.membership.members import State
-from protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup, clockwise
-from protocols.overlay.lookup import Lookup
-from protocols.overlay.overlays import MADE_BY, far
-from protocols.overlay.table import Table, distance
-from protocols.records import Store, key_of
-from protocols.wire.messages import (
+from sim.disk import Platter
+from sim.files import SimBlobs
+from sim.loop import run
+from sim.network import Faults, Network, SimPeer, cluster
+from valence.protocols.config import LAN, OVERLAYS, Config
+from valence.protocols.data.transfer import Transfer
+from valence.protocols.membership.members import State
+from valence.protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup, clockwise
+from valence.protocols.overlay.lookup import Lookup
+from valence.protocols.overlay.overlays import MADE_BY, far
+from valence.protocols.overlay.table import Table, distance
+from valence.protocols.records import Store, key_of
+from valence.protocols.wire.messages import (
     Contact,
     Done,
     File,
@@ -28,11 +32,7 @@ from protocols.wire.messages import (
     Refusal,
     Vacancy,
 )
-from protocols.wire.rpc import Refused, Rpc, Unreachable
-from sim.disk import Platter
-from sim.files import SimBlobs
-from sim.loop import run
-from sim.network import Faults, Network, SimPeer, cluster
+from valence.protocols.wire.rpc import Refused, Rpc, Unreachable
 
 
 def contact(number: int) -> Contact:

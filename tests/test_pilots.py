@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from protocols.strategies.pilots import assignment, ranking
-from protocols.strategies.pilots.listing import Copy, List
-from protocols.strategies.pilots.messages import Line
-from protocols.strategies.pilots.regions import divide
-from protocols.wire.messages import Needs
+from valence.protocols.strategies.pilots import assignment, ranking
+from valence.protocols.strategies.pilots.listing import Copy, List
+from valence.protocols.strategies.pilots.messages import Line
+from valence.protocols.strategies.pilots.regions import divide
+from valence.protocols.wire.messages import Needs
 
 LOW, HIGH = bytes(20), b"\xff" * 20
 

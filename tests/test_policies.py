@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from protocols.chemistry.notation import ChemistryError
-from protocols.engine.alternatives import mend_branch
-from protocols.engine.gangs import Mending
-from protocols.engine.policies import SHIPPED, Again, Policies, read_policy
-from protocols.engine.run import Run
-from protocols.engine.work import read_document
-from protocols.wire.entries import (
+from tests.conftest import Cluster
+from valence.protocols.chemistry.notation import ChemistryError
+from valence.protocols.engine.alternatives import mend_branch
+from valence.protocols.engine.gangs import Mending
+from valence.protocols.engine.policies import SHIPPED, Again, Policies, read_policy
+from valence.protocols.engine.run import Run
+from valence.protocols.engine.work import read_document
+from valence.protocols.wire.entries import (
     AttemptsFinished,
     AttemptsLost,
     AttemptsStarted,
@@ -23,9 +24,8 @@ from protocols.wire.entries import (
     StartedAttempt,
     TasksReopened,
 )
-from protocols.wire.messages import AttemptKey, Outcome
-from tests.conftest import Cluster
-from workflow.problems import DocumentError
+from valence.protocols.wire.messages import AttemptKey, Outcome
+from valence.workflow.problems import DocumentError
 
 MIB = 2**20
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from master.queue import OTHERS_S, Sites
-from protocols.config import LAN
-from protocols.engine.home import Home
-from protocols.engine.run import Run
-from protocols.wire.messages import (
+from sim.host import QueueHost
+from sim.loop import run_out
+from sim.network import Network
+from valence.master.queue import OTHERS_S, Sites
+from valence.protocols.config import LAN
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.run import Run
+from valence.protocols.wire.messages import (
     Capacity,
     Contact,
     Member,
@@ -24,10 +27,7 @@ from protocols.wire.messages import (
     Traits,
     Work,
 )
-from protocols.wire.rpc import Refused
-from sim.host import QueueHost
-from sim.loop import run_out
-from sim.network import Network
+from valence.protocols.wire.rpc import Refused
 
 SITE = "here"
 ANN, BOB = b"a" * 20, b"b" * 20

@@ -35,19 +35,19 @@ from typing import Any
 
 import pytest
 
-from protocols.engine import effects
-from protocols.engine.decisions import Decision
-from protocols.engine.run import Run, TaskState
-from protocols.engine.work import read_document
-from protocols.strategies.base import Placed, Placement, Unit
-from protocols.wire.entries import (
+from valence.protocols.engine import effects
+from valence.protocols.engine.decisions import Decision
+from valence.protocols.engine.run import Run, TaskState
+from valence.protocols.engine.work import read_document
+from valence.protocols.strategies.base import Placed, Placement, Unit
+from valence.protocols.wire.entries import (
     AttemptsFinished,
     InputReason,
     InputsStaged,
     StagedFile,
     Submitted,
 )
-from protocols.wire.messages import AttemptKey, Contact, File, Outcome
+from valence.protocols.wire.messages import AttemptKey, Contact, File, Outcome
 
 STORIES = Path(__file__).parent / "scenarios"
 SIZE = 1 << 20

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from peer import limits as doors
-from peer import sandbox, tokens
-from peer.daemon import FAILURES_MAX
-from peer.http import STREAMS_PER_OWNER_MAX
-from peer.limits import Doors, Rates
-from peer.seal import Dropped, Seal
 from tests.conftest import VALENCE
 from valence.client import Client, Problem
+from valence.peer import limits as doors
+from valence.peer import sandbox, tokens
+from valence.peer.daemon import FAILURES_MAX
+from valence.peer.http import STREAMS_PER_OWNER_MAX
+from valence.peer.limits import Doors, Rates
+from valence.peer.seal import Dropped, Seal
 
 
 def token(cluster: Any, owner: str, scope: str, *more: str) -> str:
@@ -76,10 +76,10 @@ def test_a_part_that_fails_is_begun_again_and_one_that_can_not_be_kept_ends_the_
 ) -> None:
     """A peer whose gossip always raises, with less patience than by default."""
     code = """
-import sys, peer.daemon, protocols.membership.liveness
-peer.daemon.RESTART_S_MIN = peer.daemon.RESTART_S_MAX = 0.01
+import sys, valence.peer.daemon as daemon, valence.protocols.membership.liveness as liveness
+daemon.RESTART_S_MIN = daemon.RESTART_S_MAX = 0.01
 async def broken(self): raise RuntimeError("a bug")
-protocols.membership.liveness.Liveness.gossip = broken
+liveness.Liveness.gossip = broken
 from valence.cli import main
 sys.exit(main(["peer", "--data", sys.argv[1], "--http-port", "0", "--port", "0", "--root-tasks"]))
 """

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from protocols.consensus.keeping import Lead
-from protocols.consensus.membership_change import Tending
-from protocols.consensus.replica import Replica, next_epoch
-from protocols.engine.answers import Problem
-from protocols.engine.home import Home
-from protocols.engine.run import Run
-from protocols.strategies.base import Placed
-from protocols.wire.entries import Ended, KeepersChosen, Submitted
-from protocols.wire.messages import Candidacy, Contact, Elect, Entry, Keep, Kept, Slice
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
 from sim.world import FAULTS, Plan, World
+from valence.protocols.consensus.keeping import Lead
+from valence.protocols.consensus.membership_change import Tending
+from valence.protocols.consensus.replica import Replica, next_epoch
+from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.home import Home
+from valence.protocols.engine.run import Run
+from valence.protocols.strategies.base import Placed
+from valence.protocols.wire.entries import Ended, KeepersChosen, Submitted
+from valence.protocols.wire.messages import Candidacy, Contact, Elect, Entry, Keep, Kept, Slice
 
 SEEDS, PARTS = 200, 4  # side by side
 

@@ -13,10 +13,10 @@ import pytest
 
 from bench.papers.chemical.engine import Engine, id_of, react, task_molecule
 from bench.papers.chemical.space import STEP_S, Experiment, Node, Space
-from protocols.chemistry.molecules import Call, Compound, Solution, Symbol
-from protocols.chemistry.notation import read_molecule, show
-from protocols.wire.messages import AttemptKey
 from sim.loop import run_out
+from valence.protocols.chemistry.molecules import Call, Compound, Solution, Symbol
+from valence.protocols.chemistry.notation import read_molecule, show
+from valence.protocols.wire.messages import AttemptKey
 
 Story = dict[str, Any]
 

@@ -21,13 +21,13 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-import peer.storage
-from peer.blobs import Blobs
-from peer.settings import Settings
-from peer.storage import Storage
-from protocols.ports import StorageError
-from workflow.document import parse
-from workflow.problems import DocumentError
+import valence.peer.storage
+from valence.peer.blobs import Blobs
+from valence.peer.settings import Settings
+from valence.peer.storage import Storage
+from valence.protocols.ports import StorageError
+from valence.workflow.document import parse
+from valence.workflow.problems import DocumentError
 
 KEY, SECRET = "AKTEST0000", "SECRETSECRET0000"
 DATA = random.Random(3).randbytes(20 << 20)
@@ -272,8 +272,10 @@ async def test_a_redirect_does_not_lead_to_the_peers_own_machine(
     web.moved["/out"] = f"http://127.0.0.2:{web.url.rpartition(':')[2]}/in"
     web.files["/in"] = b"secret"
     place, _ = storage(tmp_path)
-    real = peer.storage._is_local
-    monkeypatch.setattr("peer.storage._is_local", lambda host: host != "127.0.0.1" and real(host))
+    real = valence.peer.storage._is_local
+    monkeypatch.setattr(
+        "valence.peer.storage._is_local", lambda host: host != "127.0.0.1" and real(host)
+    )
     with pytest.raises(StorageError, match="machine's own"):
         await place.bring(f"{web.url}/out", "wf")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from protocols.strategies.base import Placed
-from protocols.strategies.registry import MADE_BY
-from protocols.strategies.service import Context, Service
-from protocols.wire.messages import AttemptKey, Capacity, Needs
 from sim.loop import run
 from sim.network import Faults
 from tests.lab import CORE, Lab, unit
+from valence.protocols.strategies.base import Placed
+from valence.protocols.strategies.registry import MADE_BY
+from valence.protocols.strategies.service import Context, Service
+from valence.protocols.wire.messages import AttemptKey, Capacity, Needs
 
 STRATEGIES = sorted(MADE_BY)
 every = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -13,18 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from peer.identity import Identity, tls_contexts
-from peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
-from peer.settings import SettingsError, load
-from protocols.capacity import matching
-from protocols.capacity.admission import Admission
-from protocols.capacity.door import Door, Guest
-from protocols.config import LAN
-from protocols.membership.members import Members, State, briefs
-from protocols.strategies.base import Placed, Unit
-from protocols.strategies.probe.probe import Probe
-from protocols.wire.codec import VERSION, Kind, Malformed, decode, encode, pack_member, read_member
-from protocols.wire.messages import (
+from sim.loop import run
+from sim.network import Faults, Network, SimPeer, cluster
+from valence.peer.identity import Identity, tls_contexts
+from valence.peer.seal import NOBODY, SKEW_S_MAX, Dropped, Seal
+from valence.peer.settings import SettingsError, load
+from valence.protocols.capacity import matching
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.door import Door, Guest
+from valence.protocols.config import LAN
+from valence.protocols.membership.members import Members, State, briefs
+from valence.protocols.strategies.base import Placed, Unit
+from valence.protocols.strategies.probe.probe import Probe
+from valence.protocols.wire.codec import (
+    VERSION,
+    Kind,
+    Malformed,
+    decode,
+    encode,
+    pack_member,
+    read_member,
+)
+from valence.protocols.wire.messages import (
     BY_NUMBER,
     AttemptKey,
     Capacity,
@@ -40,8 +50,6 @@ from protocols.wire.messages import (
     Vacancy,
     numbered,
 )
-from sim.loop import run
-from sim.network import Faults, Network, SimPeer, cluster
 
 
 def contact(number: int) -> Contact:
@@ -63,7 +71,7 @@ def test_numbers_are_unique_and_kept() -> None:
     assert len(BY_NUMBER) == len(set(BY_NUMBER.values()))
     with pytest.raises(ValueError, match="is Ping already"):
         numbered(4)(Ping)
-    taken = type("Taken", (Message,), {"__module__": "protocols.strategies.probe.messages"})
+    taken = type("Taken", (Message,), {"__module__": "valence.protocols.strategies.probe.messages"})
     with pytest.raises(ValueError, match="not for"):
         numbered(110)(taken)
     foreign = type("Foreign", (Message,), {"__module__": "elsewhere.messages"})

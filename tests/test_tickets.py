@@ -15,20 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.capacity.admission import Admission
-from protocols.capacity.door import Door, Guest
-from protocols.capacity.matching import unmet
-from protocols.config import LAN, Config
-from protocols.membership.members import Members, State
-from protocols.strategies.base import Placed, Unit
-from protocols.strategies.tickets.claims import Tickets
-from protocols.strategies.tickets.config import TicketsConfig
-from protocols.strategies.tickets.market import Market
-from protocols.strategies.tickets.messages import Claim, Offer
-from protocols.strategies.tickets.owner import Owner
-from protocols.strategies.tickets.provider import Booth
-from protocols.strategies.tickets.space import NEAR, Space, depth
-from protocols.wire.messages import (
+from sim.loop import run
+from sim.network import Faults, Network, SimPeer
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.door import Door, Guest
+from valence.protocols.capacity.matching import unmet
+from valence.protocols.config import LAN, Config
+from valence.protocols.membership.members import Members, State
+from valence.protocols.strategies.base import Placed, Unit
+from valence.protocols.strategies.tickets.claims import Tickets
+from valence.protocols.strategies.tickets.config import TicketsConfig
+from valence.protocols.strategies.tickets.market import Market
+from valence.protocols.strategies.tickets.messages import Claim, Offer
+from valence.protocols.strategies.tickets.owner import Owner
+from valence.protocols.strategies.tickets.provider import Booth
+from valence.protocols.strategies.tickets.space import NEAR, Space, depth
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -40,9 +42,7 @@ from protocols.wire.messages import (
     Traits,
     Work,
 )
-from protocols.wire.rpc import Unreachable
-from sim.loop import run
-from sim.network import Faults, Network, SimPeer
+from valence.protocols.wire.rpc import Unreachable
 
 ONE = Needs(Capacity(millicores=1000))
 CELL = b"c" * 20

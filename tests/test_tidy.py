@@ -37,18 +37,31 @@ def modules() -> list[Path]:
     return [p for layer in ARROWS for p in sorted((ROOT / layer).rglob("*.py"))]
 
 
+#: which are parts of the package `valence` for who imports them, and beside its folder in a checkout
+INSIDE = {"workflow", "protocols", "peer", "master"}
+
+
 def imports(path: Path) -> set[str]:
-    found = set()
+    """Layers of ours, and what others make."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.Import):  # (`valence` alone says where all of it is)
+            names |= {alias.name for alias in node.names if alias.name != "valence"}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found.add(node.module.split(".")[0])
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    found = set()
+    for name in names:
+        first, *more = name.split(".")
+        inside = first == "valence" and more[:1] and more[0] in INSIDE
+        found.add(more[0] if inside else first)
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_module_keeps_to_its_layer(path: Path) -> None:
+    text = path.read_text()
+    bare = [name for name in INSIDE if f"\nfrom {name}." in text or f"\nimport {name}." in text]
+    assert not bare, "these are valence.… for everybody: a user may have a module of that name"
     layer = path.relative_to(ROOT).parts[0]
     ours = imports(path) & set(ARROWS) - {layer}
     assert ours <= ARROWS[layer], f"{layer} may not import {ours - ARROWS[layer]}"
@@ -100,6 +113,17 @@ def test_the_map_shows_the_tree_as_it_is() -> None:
     command = [sys.executable, str(ROOT / "docs" / "map.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_installed_is_all_that_users_run_and_nothing_else() -> None:
+    import tomllib
+
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {"valence"}
+    for layer in INSIDE:
+        for path in (ROOT / layer).rglob("*.py"):
+            found.add(".".join(("valence", *path.relative_to(ROOT).parts[:-1])))
+    assert set(listed) == found
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:

@@ -8,10 +8,15 @@ print(run.read("total"))
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import Client, Problem, Unreachable, Workflow
+
+_HERE = Path(__file__).parent
+if not (_HERE / "peer").exists():  # in a checkout the other packages lie beside this folder
+    __path__.append(str(_HERE.parent))
 
 __all__ = ["Client", "Problem", "Unreachable", "Workflow"]
 

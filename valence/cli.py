@@ -14,11 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from protocols.config import OVERLAYS
-from workflow.problems import DocumentError
-from workflow.quantities import show_bytes, show_seconds
-from workflow.shown import plain
-from workflow.strategies import names
+from valence.protocols.config import OVERLAYS
+from valence.workflow.problems import DocumentError
+from valence.workflow.quantities import show_bytes, show_seconds
+from valence.workflow.shown import plain
+from valence.workflow.strategies import names
 
 from . import local
 from .client import Client, Problem, Unreachable, Workflow
@@ -32,11 +32,11 @@ Command = Callable[[argparse.Namespace, Display], int]
 def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["peer"]:
-        from peer.main import main as peer_main
+        from valence.peer.main import main as peer_main
 
         return peer_main(arguments[1:], "valence peer")
     if arguments[:1] == ["queue"]:
-        from master.main import main as queue_main
+        from valence.master.main import main as queue_main
 
         return queue_main(arguments[1:], "valence queue")
     options = _parser().parse_args(arguments)
@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="valence", description="Scientific workflows on a pool of machines, with no head node."
     )
-    parser.add_argument("--version", action="version", version=f"valence {version('valence')}")
+    parser.add_argument(
+        "--version", action="version", version=f"valence {version('valence-workflows')}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
@@ -174,7 +176,7 @@ def _count(text: str) -> int:
 
 
 def _up(options: argparse.Namespace, display: Display) -> int:
-    from workflow.quantities import seconds, size_bytes
+    from valence.workflow.quantities import seconds, size_bytes
 
     from . import up
 
@@ -251,8 +253,8 @@ def _token(options: argparse.Namespace, display: Display) -> int:
             )
         display.say(found)
         return 0
-    from peer import tokens
-    from workflow.quantities import seconds
+    from valence.peer import tokens
+    from valence.workflow.quantities import seconds
 
     if found.startswith("v1."):
         raise ValueError("only the cluster's own token can make others")

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from workflow.quantities import show_seconds
-from workflow.shown import plain
+from valence.workflow.quantities import show_seconds
+from valence.workflow.shown import plain
 
 _COLOURS = {
     "succeeded": "32", "ok": "32", "up": "32", "running": "36", "failed": "31", "dead": "31",

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocols.engine.policies import policy_problem
-from workflow import document, tree, wfformat
-from workflow.problems import DocumentError, Problem
+from valence.protocols.engine.policies import policy_problem
+from valence.workflow import document, tree, wfformat
+from valence.workflow.problems import DocumentError, Problem
 
 from .client import hash_file
 

@@ -74,7 +74,7 @@ def up(options: Options, display: Display) -> int:
         display.error(f"running already: {which}; `valence down` stops them")
         return 1
     if options.fresh:
-        from peer.removal import remove_tree
+        from valence.peer.removal import remove_tree
 
         for path in root.glob("peer-*"):
             remove_tree(path)
@@ -87,7 +87,7 @@ def up(options: Options, display: Display) -> int:
 
 def _warn_of_root(root: Path, display: Display) -> None:
     """Tasks have users of their own where they can; where they can't, whoever starts it is told."""
-    from peer.users import NoUsers, Users
+    from valence.peer.users import NoUsers, Users
 
     root.chmod(0o711)  # what is in there is closed by itself
     try:
@@ -162,7 +162,7 @@ class _Supervisor:
             signal.signal(number, self._stop)
         try:
             # everything a peer needs, once, before the forks
-            from peer import main as peer_main
+            from valence.peer import main as peer_main
 
             gc.collect()
             gc.freeze()
@@ -239,7 +239,7 @@ class _Supervisor:
             return
         code = 1
         try:
-            from peer import nursery, settings
+            from valence.peer import nursery, settings
 
             # what is the supervisor's own: the lock says that *it* lives
             self._lock.close()

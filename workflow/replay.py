@@ -1,6 +1,7 @@
 """One task of a replayed workflow instance, as a real process: reads, computes, writes.
 
-`python3 -I -m workflow.replay --seconds 0.1 --cpu 0.9 --memory 1000 --read in … --write out:10 …`
+`python3 -I -m valence.workflow.replay --seconds 0.1 --cpu 0.9 --memory 1000 --read in …
+--write out:10 …`
 
 What it writes follows from the output's name and from what it read, so that a second run of the
 same task makes the same files. Standard library only, to start fast.
@@ -27,7 +28,7 @@ def made_up(seed: str, size: int) -> Iterator[bytes]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="workflow.replay", description=__doc__)
+    parser = argparse.ArgumentParser(prog="valence.workflow.replay", description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--cpu", type=float, default=1.0, help="share of the time spent computing")
     parser.add_argument("--memory", type=int, default=0, help="bytes held meanwhile")

@@ -218,7 +218,14 @@ def _build(
             else:
                 inputs[files[file]] = Source("size", str(scaled(size)))
         runtime_s = task.runtime_s * time_scale
-        command = ["python3", "-I", "-m", "workflow.replay", "--seconds", f"{runtime_s:.6g}"]
+        command = [
+            "python3",
+            "-I",
+            "-m",
+            "valence.workflow.replay",
+            "--seconds",
+            f"{runtime_s:.6g}",
+        ]
         command += ["--cpu", f"{min(1.0, task.cpu):.4g}"]
         command += ["--memory", str(scaled(task.memory_bytes))]
         for file in task.inputs:

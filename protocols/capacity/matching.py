@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workflow.quantities import show_bytes
+from valence.workflow.quantities import show_bytes
 
 from ..wire.messages import Capacity, Member, Needs, Traits
 

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocols.data import chunk_manifest as sheets
+from valence.protocols.data import chunk_manifest as sheets
 
 from ..membership.members import Members
 from ..wire.messages import Chunk, Contact, File, OpenBlob, OpenedBlob, ReadChunk

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 from pydantic import BaseModel
 
-from protocols.engine import events, views
+from valence.protocols.engine import events, views
 
 from ..consensus.keeping import Deposed
 from ..wire.entries import Ended

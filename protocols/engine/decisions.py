@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from workflow.model import Task
+from valence.workflow.model import Task
 
 from ..strategies.base import Placed, Placement, Unit, reads_of
 from ..wire.entries import (

@@ -13,10 +13,10 @@ from typing import Any
 import msgpack
 from pydantic import ValidationError
 
-from protocols.engine import views
-from workflow.model import Workflow
-from workflow.problems import DocumentError
-from workflow.quantities import show_seconds
+from valence.protocols.engine import views
+from valence.workflow.model import Workflow
+from valence.workflow.problems import DocumentError
+from valence.workflow.quantities import show_seconds
 
 from ..consensus.election import standstill
 from ..consensus.placement import new_id

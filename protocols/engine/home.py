@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from workflow.model import Workflow
+from valence.workflow.model import Workflow
 
 from ..consensus.keeping import Deposed
 from ..consensus.placement import risk

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from workflow.tree import DOCUMENT_BYTES_MAX
+from valence.workflow.tree import DOCUMENT_BYTES_MAX
 
 from ..consensus.keeping import Keeping
 from ..ports import JournalStorage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workflow.quantities import show_seconds
+from valence.workflow.quantities import show_seconds
 
 from ..wire.messages import CHECKED_OUTCOME, Outcome, Work
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from workflow.quantities import show_bytes
+from valence.workflow.quantities import show_bytes
 
 from ..chemistry.molecules import Compound, Molecule, Rule, Symbol
 from ..chemistry.notation import ChemistryError, read_rule

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workflow.model import Needs, Task, Workflow
-from workflow.plan import levels, upward_ranks
+from valence.workflow.model import Needs, Task, Workflow
+from valence.workflow.plan import levels, upward_ranks
 
 from ..wire.entries import (
     AttemptsFinished,

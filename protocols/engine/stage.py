@@ -7,8 +7,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
-from workflow.model import Source
-from workflow.quantities import show_bytes
+from valence.workflow.model import Source
+from valence.workflow.quantities import show_bytes
 
 from ..data.cache import BlobError
 from ..data.transfer import Transfer, Unavailable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from workflow.model import Workflow
+from valence.workflow.model import Workflow
 
 from ..capacity.matching import unmet
 from ..data.transfer import Transfer

@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import msgpack
 
-from protocols.wire import messages
-from workflow import document, quantities, tree, wfformat
-from workflow.model import Needs, Task, Workflow
+from valence.protocols.wire import messages
+from valence.workflow import document, quantities, tree, wfformat
+from valence.workflow.model import Needs, Task, Workflow
 
 from ..strategies.base import Placed
 from ..strategies.pilots.ranking import problem as rank_problem

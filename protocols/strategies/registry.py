@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from workflow.strategies import BUILT_IN, others
+from valence.workflow.strategies import BUILT_IN, others
 
 from .service import Context, Service
 

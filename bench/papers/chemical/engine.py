@@ -17,13 +17,22 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from protocols.chemistry.expressions import Function
-from protocols.chemistry.molecules import Call, Compound, Molecule, Solution, Symbol
-from protocols.chemistry.notation import read_molecule, read_rules, show
-from protocols.chemistry.reactor import Reactor
-from protocols.membership.members import Members
-from protocols.wire.messages import AttemptKey, Contact, Done, Key, Message, Natural, Word, numbered
-from protocols.wire.rpc import Rpc
+from valence.protocols.chemistry.expressions import Function
+from valence.protocols.chemistry.molecules import Call, Compound, Molecule, Solution, Symbol
+from valence.protocols.chemistry.notation import read_molecule, read_rules, show
+from valence.protocols.chemistry.reactor import Reactor
+from valence.protocols.membership.members import Members
+from valence.protocols.wire.messages import (
+    AttemptKey,
+    Contact,
+    Done,
+    Key,
+    Message,
+    Natural,
+    Word,
+    numbered,
+)
+from valence.protocols.wire.rpc import Rpc
 
 CALL_S = 30.0
 ALGORITHM_2 = read_rules(

@@ -22,19 +22,21 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from protocols.capacity.admission import Admission
-from protocols.capacity.door import Door, Guest
-from protocols.config import LAN
-from protocols.membership.liveness import Liveness
-from protocols.membership.members import Members
-from protocols.overlay.chord import NEAR, SIZE, Circle, Ring
-from protocols.strategies.base import Placed, Unit
-from protocols.strategies.chemical.chemical import Chemical
-from protocols.strategies.chemical.config import ChemicalConfig
-from protocols.strategies.chemical.holder import USED_STEPS
-from protocols.strategies.chemical.layer import Layer
-from protocols.strategies.chemical.questions import Questions
-from protocols.wire.messages import (
+from sim.loop import run_out
+from sim.network import Faults, Network
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.door import Door, Guest
+from valence.protocols.config import LAN
+from valence.protocols.membership.liveness import Liveness
+from valence.protocols.membership.members import Members
+from valence.protocols.overlay.chord import NEAR, SIZE, Circle, Ring
+from valence.protocols.strategies.base import Placed, Unit
+from valence.protocols.strategies.chemical.chemical import Chemical
+from valence.protocols.strategies.chemical.config import ChemicalConfig
+from valence.protocols.strategies.chemical.holder import USED_STEPS
+from valence.protocols.strategies.chemical.layer import Layer
+from valence.protocols.strategies.chemical.questions import Questions
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -48,9 +50,7 @@ from protocols.wire.messages import (
     Traits,
     Work,
 )
-from protocols.wire.rpc import Rpc
-from sim.loop import run_out
-from sim.network import Faults, Network
+from valence.protocols.wire.rpc import Rpc
 
 from .engine import Engine, TaskEnded, task_molecule
 

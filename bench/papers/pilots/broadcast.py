@@ -7,13 +7,13 @@ import asyncio
 import random
 from collections import Counter
 
-from protocols.strategies.pilots.config import PilotsConfig
-from protocols.strategies.pilots.messages import Line, TaskList
-from protocols.strategies.pilots.pilot import HIGH, LOW
-from protocols.strategies.pilots.service import PilotsService
-from protocols.wire.messages import Message, Needs
 from sim.loop import run_out
 from sim.network import Faults, Network
+from valence.protocols.strategies.pilots.config import PilotsConfig
+from valence.protocols.strategies.pilots.messages import Line, TaskList
+from valence.protocols.strategies.pilots.pilot import HIGH, LOW
+from valence.protocols.strategies.pilots.service import PilotsService
+from valence.protocols.wire.messages import Message, Needs
 
 from .field import FIELD, Node, nodes
 

@@ -18,19 +18,24 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from peer.journal_storage import JournalStorage
-from peer.outbox_storage import OutboxStorage
-from protocols.config import LAN, Config
-from protocols.data.cache import Room
-from protocols.data.transfer import Transfer, Unavailable
-from protocols.engine.enactment import Enactment
-from protocols.membership.members import Members, believe
-from protocols.overlay.overlays import MADE_BY
-from protocols.records import Records
-from protocols.strategies.pilots.config import PilotsConfig
-from protocols.strategies.pilots.service import PilotsService
-from protocols.wire.codec import pack_member
-from protocols.wire.messages import (
+from sim.disk import Platter, SimDatabase
+from sim.files import SimBlobs, SimWorkshop
+from sim.host import QueueHost
+from sim.loop import run_out
+from sim.network import Network
+from valence.peer.journal_storage import JournalStorage
+from valence.peer.outbox_storage import OutboxStorage
+from valence.protocols.config import LAN, Config
+from valence.protocols.data.cache import Room
+from valence.protocols.data.transfer import Transfer, Unavailable
+from valence.protocols.engine.enactment import Enactment
+from valence.protocols.membership.members import Members, believe
+from valence.protocols.overlay.overlays import MADE_BY
+from valence.protocols.records import Records
+from valence.protocols.strategies.pilots.config import PilotsConfig
+from valence.protocols.strategies.pilots.service import PilotsService
+from valence.protocols.wire.codec import pack_member
+from valence.protocols.wire.messages import (
     BlobPart,
     Capacity,
     Contact,
@@ -42,12 +47,7 @@ from protocols.wire.messages import (
     Traits,
     Work,
 )
-from protocols.wire.rpc import CallFailed, Rpc
-from sim.disk import Platter, SimDatabase
-from sim.files import SimBlobs, SimWorkshop
-from sim.host import QueueHost
-from sim.loop import run_out
-from sim.network import Network
+from valence.protocols.wire.rpc import CallFailed, Rpc
 
 SITES = ("infiniband", "grid")
 TASK_S = 200.0

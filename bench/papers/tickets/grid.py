@@ -19,18 +19,20 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from protocols.capacity.admission import Admission
-from protocols.capacity.door import Door, Guest
-from protocols.capacity.matching import unmet
-from protocols.config import LAN, Config
-from protocols.membership.members import Members
-from protocols.strategies.base import Placed, Placement, Strategy, Unit
-from protocols.strategies.tickets.claims import Tickets
-from protocols.strategies.tickets.config import TicketsConfig
-from protocols.strategies.tickets.owner import Owner
-from protocols.strategies.tickets.provider import Booth
-from protocols.strategies.tickets.space import Space
-from protocols.wire.messages import (
+from sim.loop import run_out
+from sim.network import Network
+from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.door import Door, Guest
+from valence.protocols.capacity.matching import unmet
+from valence.protocols.config import LAN, Config
+from valence.protocols.membership.members import Members
+from valence.protocols.strategies.base import Placed, Placement, Strategy, Unit
+from valence.protocols.strategies.tickets.claims import Tickets
+from valence.protocols.strategies.tickets.config import TicketsConfig
+from valence.protocols.strategies.tickets.owner import Owner
+from valence.protocols.strategies.tickets.provider import Booth
+from valence.protocols.strategies.tickets.space import Space
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Commit,
@@ -44,9 +46,7 @@ from protocols.wire.messages import (
     Traits,
     Work,
 )
-from protocols.wire.rpc import Rpc
-from sim.loop import run_out
-from sim.network import Network
+from valence.protocols.wire.rpc import Rpc
 
 ARCHITECTURES = (*["intel"] * 9, "sparc")
 SYSTEMS = (*["linux"] * 9, "solaris")

@@ -13,13 +13,13 @@ import random
 from bisect import bisect_left
 from statistics import mean
 
-from protocols.config import LAN
-from protocols.overlay.kademlia import Overlay, Way
-from protocols.overlay.table import distance
-from protocols.wire.messages import Contact, FindPeers, FoundPeers
-from protocols.wire.rpc import Rpc
 from sim.loop import run_out
 from sim.network import Network
+from valence.protocols.config import LAN
+from valence.protocols.overlay.kademlia import Overlay, Way
+from valence.protocols.overlay.table import distance
+from valence.protocols.wire.messages import Contact, FindPeers, FoundPeers
+from valence.protocols.wire.rpc import Rpc
 
 NEAREST = 32
 OTHERS = 400

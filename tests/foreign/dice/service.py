@@ -6,11 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from protocols.capacity.matching import explain, unmet
-from protocols.strategies.base import Placed, Placement, Unit
-from protocols.strategies.service import Context, Metric, Service, Work
-from protocols.strategies.waiting import Group, Waiting
-from protocols.wire.messages import (
+from valence.protocols.capacity.matching import explain, unmet
+from valence.protocols.strategies.base import Placed, Placement, Unit
+from valence.protocols.strategies.service import Context, Metric, Service, Work
+from valence.protocols.strategies.waiting import Group, Waiting
+from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
     Member,
@@ -19,7 +19,7 @@ from protocols.wire.messages import (
     ReturnLeases,
     Room,
 )
-from protocols.wire.rpc import CallFailed
+from valence.protocols.wire.rpc import CallFailed
 
 DRAWN = 4
 AGAIN_S = 0.2
