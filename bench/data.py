@@ -20,14 +20,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from chaos.processes import Processes, until
+from chaos.processes import PeerProcesses, until
 from valence.client import Client
 
 MIB = 1 << 20
 WON = "succeeded"
 
 
-def counted(processes: Processes, rows: list[dict[str, Any]]) -> dict[str, Counter[str]]:
+def counted(processes: PeerProcesses, rows: list[dict[str, Any]]) -> dict[str, Counter[str]]:
     """What each peer says of its transfers and its cache."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
@@ -94,7 +94,7 @@ def readers(url: str, count: int, hexdigest: str) -> dict[str, Any]:
 
 def hot(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     """A file that a task on every peer needs at once."""
-    processes = Processes(home, args.peers, "--cpus", "2")
+    processes = PeerProcesses(home, args.peers, "--cpus", "2")
     _, digest = made(home, args.mib)
     origin = Origin(home)
     try:
@@ -125,7 +125,7 @@ def hot(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     """Of two holders the one is killed while a third peer fetches from both. A file that has come
     before anybody could look is no test: then a larger one is taken."""
-    processes = Processes(home, 4, "--cpus", "2")
+    processes = PeerProcesses(home, 4, "--cpus", "2")
     try:
         rows = processes.up()
         first, second, third = rows[:3]
@@ -176,14 +176,14 @@ def turn_over(blob: Path, mib: int) -> None:
 def corrupt(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     """A bit of every chunk is turned over on the disks of all holders but one: whoever is asked
     first, some of it is wrong."""
-    processes = Processes(home, 6, "--cpus", "2")
+    processes = PeerProcesses(home, 6, "--cpus", "2")
     path, digest = made(home, args.mib)
     try:
         first, second = processes.up()[:2]
         hash = f"sha256:{digest}"
         for row in (first, second):
             upload(processes.client(row), path, hash)
-        # the sheet is known before the disk goes bad, as when the file is in use
+        # the manifest is known before the disk goes bad, as when the file is in use
         readers_of = readers("", 1, digest)
         readers_of["inputs"] = {"big": {"blob": hash}}
         assert processes.client(processes.up()[3]).submit(readers_of).wait() == "succeeded"
@@ -207,7 +207,7 @@ def corrupt(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 def small_cache(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     """A chain of stages that moves a GiB through one peer with 100 MiB for files."""
-    processes = Processes(home, args.peers if args.peers != 20 else 1, "--disk", "100MiB")
+    processes = PeerProcesses(home, args.peers if args.peers != 20 else 1, "--disk", "100MiB")
     try:
         stages, width, mib = 16, 4, 16
         tasks: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chaos.processes import VALENCE, Processes, until
+from chaos.processes import VALENCE, PeerProcesses, until
 from sim.host import Host
 from sim.loop import run_out
 from sim.network import Network
@@ -172,7 +172,7 @@ def filled(name: str, source: str = "") -> list[str]:
 
 class Live:
     def __init__(self, home: Path) -> None:
-        self.processes = Processes(home, PEERS - 1, "--cpus", "2")
+        self.processes = PeerProcesses(home, PEERS - 1, "--cpus", "2")
         environment = {
             **self.processes.environment,
             "VALENCE_CLUSTER_KEY_FILE": str(home / "key"),

@@ -23,7 +23,7 @@ from valence.display import Display
 
 from . import losses, owners, queues, strangers
 from .hosts import Hosts
-from .processes import Processes, until
+from .processes import PeerProcesses, until
 
 TASKS, TASK_S = 1000, 0.2
 
@@ -47,7 +47,7 @@ def work(count: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def checked(cluster: Processes, workflow: Any, count: int) -> dict[str, Any]:
+def checked(cluster: PeerProcesses, workflow: Any, count: int) -> dict[str, Any]:
     right = workflow.read("total").decode().strip() == str(sum(range(count)))
     return {"right": right, "each_once": _each_once(cluster, workflow.id, count)}
 
@@ -55,7 +55,7 @@ def checked(cluster: Processes, workflow: Any, count: int) -> dict[str, Any]:
 def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """20 peers, 1,000 tasks, a SIGKILL every 2 s, the accepting peer first, six never to return."""
     rng = random.Random(options.seed)
-    cluster = Processes(home, 20)
+    cluster = PeerProcesses(home, 20)
     try:
         start = time.monotonic()
         calm = cluster.client(cluster.rows()[0]).submit(work(TASKS, TASK_S))
@@ -112,7 +112,7 @@ def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         cluster.close()
 
 
-def _state(cluster: Processes, id: str) -> str:
+def _state(cluster: PeerProcesses, id: str) -> str:
     try:
         return str(cluster.anyone().request("GET", f"/v1/workflows/{id}")["state"])
     except Exception:
@@ -121,7 +121,7 @@ def _state(cluster: Processes, id: str) -> str:
 
 def accept(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """The accepting peer is killed within 10 ms of its 201."""
-    cluster = Processes(home, 6, "--cpus", "2")
+    cluster = PeerProcesses(home, 6, "--cpus", "2")
     succeeded, late_ms = 0, []
     try:
         for turn in range(options.times or 50):
@@ -160,7 +160,7 @@ def _up(client: Any) -> list[Any]:
 
 def failover(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """The home is killed: when is the next result committed?"""
-    cluster = Processes(home, 6, "--cpus", "2")
+    cluster = PeerProcesses(home, 6, "--cpus", "2")
     after_s = []
     try:
         for turn in range(options.times or 20):
@@ -190,7 +190,7 @@ def failover(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 def stops(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """SIGSTOP and SIGCONT at random peers, kills and restarts among them."""
     rng = random.Random(options.seed)
-    cluster = Processes(home, 10, "--cpus", "2")
+    cluster = PeerProcesses(home, 10, "--cpus", "2")
     try:
         workflow = cluster.client(cluster.rows()[0]).submit(work(600, TASK_S))
         deadline = time.monotonic() + 25
@@ -291,7 +291,7 @@ def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         cluster.close()
 
 
-def _each_once(cluster: Processes | Hosts, id: str, count: int) -> bool:
+def _each_once(cluster: PeerProcesses | Hosts, id: str, count: int) -> bool:
     found = cluster.commits(id)
     return len(found) == count + 1 and set(found.values()) == {1}
 
@@ -304,7 +304,7 @@ def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     for turn in range(3):
         for count in (1, 3):
             place = home / f"{turn}-{count}"
-            cluster = Processes(place, 3, keepers=count)
+            cluster = PeerProcesses(place, 3, keepers=count)
             try:
                 client = cluster.client(cluster.rows()[0])
                 client.submit(

@@ -17,7 +17,7 @@ from typing import Any
 
 from valence.client import FINAL, Client
 
-from .processes import Processes, open_directory, until
+from .processes import PeerProcesses, open_directory, until
 from .queues import Queue
 
 PAIRS, TASK_S, FILE_BYTES, PEERS = 150, 0.2, 300_000, 8
@@ -58,7 +58,7 @@ def _made(size_bytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LossRun:
     """How a run went; `running`: tasks at work when it was struck."""
 
     state: str
@@ -92,15 +92,15 @@ def deaths(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     }
 
 
-def _ratio(run: Run, calm: Run, dead: int) -> float:
+def _ratio(run: LossRun, calm: LossRun, dead: int) -> float:
     """Its time over what the remaining slots need, at the pace of the calm run."""
     needed_s = KILLED_AFTER_S + (calm.took_s - KILLED_AFTER_S) * PEERS / (PEERS - dead)
     return run.took_s / needed_s
 
 
 def _pairs(
-    home: Path, name: str, after_s: float, strike: Callable[[Processes, dict[str, Any]], None]
-) -> Run:
+    home: Path, name: str, after_s: float, strike: Callable[[PeerProcesses, dict[str, Any]], None]
+) -> LossRun:
     marks = Marks(home / f"{name}-marks")
     make = f"sleep {TASK_S:g}; {_made(FILE_BYTES)}"
     read = f"sleep {TASK_S:g}; wc -c < f.{{item}} > r.{{item}}"
@@ -108,7 +108,7 @@ def _pairs(
     makers = {"foreach": PAIRS, "command": marks.around("m.{item}", make), "outputs": files}
     readers = {"foreach": PAIRS, "command": marks.around("r.{item}", read), "outputs": sizes}
     tasks = {"m": makers, "r": {**readers, "inputs": files}}
-    with contextlib.closing(Processes(home / name, PEERS, "--cpus", "1")) as cluster:
+    with contextlib.closing(PeerProcesses(home / name, PEERS, "--cpus", "1")) as cluster:
         began_at = time.time()
         client = cluster.client(cluster.rows()[0])
         id = client.submit({"name": name, "tasks": tasks}).id
@@ -117,10 +117,10 @@ def _pairs(
         running = marks.running()
         strike(cluster, view)
         state, ended_at = _end(cluster.anyone, id)
-    return Run(state, ended_at - began_at, marks.twice(), running)
+    return LossRun(state, ended_at - began_at, marks.twice(), running)
 
 
-def _kill(cluster: Processes, view: dict[str, Any], others: int) -> None:
+def _kill(cluster: PeerProcesses, view: dict[str, Any], others: int) -> None:
     """Kill the home for good, and this many peers that keep no journal."""
     keeping = {view["home"], *view["keepers"]}
     without = [row["id"] for row in cluster.rows() if row["id"] not in keeping]
@@ -129,7 +129,7 @@ def _kill(cluster: Processes, view: dict[str, Any], others: int) -> None:
         cluster.gone.add(id)
 
 
-def _down_and_up(cluster: Processes, view: dict[str, Any]) -> None:
+def _down_and_up(cluster: PeerProcesses, view: dict[str, Any]) -> None:
     """Stop all peers, and start them again on what they kept."""
     cluster.close()
     time.sleep(DOWN_S)
@@ -177,7 +177,7 @@ def _merge(home: Path, name: str) -> tuple[str, int, float, Counter[str]]:
             place.mkdir(mode=0o700)
             (place / "token").write_text(token)
             words = ("--cpus", "1", "--site", site)
-            cluster = Processes(place, SITE_PEERS, *words, VALENCE_QUEUE=service.url)
+            cluster = PeerProcesses(place, SITE_PEERS, *words, VALENCE_QUEUE=service.url)
             stack.callback(cluster.close)
         service.start(token)
         until(lambda: len(service.client().peers()) == 2 * SITE_PEERS, 30)

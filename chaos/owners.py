@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from valence.client import FINAL, Client, Problem, Workflow
+from valence.client import FINAL, Client, Problem, WorkflowHandle
 from valence.workflow.strategies import BUILT_IN
 
-from .processes import Processes, open_directory, until
+from .processes import PeerProcesses, open_directory, until
 from .queues import Queue
 
 TASKS, TASK_S, LATER_S, SETTLING_S = 400, 0.3, 2.0, 3.0
@@ -23,7 +23,7 @@ SAVED_AT_S = 1_700_000_000  # edits within one second: just after this
 LIMIT_S = 120.0
 
 
-def as_owner(cluster: Processes, name: str, url: str) -> Client:
+def as_owner(cluster: PeerProcesses, name: str, url: str) -> Client:
     """A client that may submit workflows of its own, and see no others."""
     return Client(url, cluster.owner(name))
 
@@ -31,7 +31,7 @@ def as_owner(cluster: Processes, name: str, url: str) -> Client:
 def fair(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """Two owners, the second 2 s later: its share of slot time, by each strategy and by a queue."""
     found: dict[str, tuple[float, float]] = {}
-    with contextlib.closing(Processes(home / "peers", PEERS, "--cpus", str(CPUS))) as cluster:
+    with contextlib.closing(PeerProcesses(home / "peers", PEERS, "--cpus", str(CPUS))) as cluster:
         urls = [row["http"] for row in cluster.rows()]
         first = as_owner(cluster, "ada", urls[0])
         for strategy in BUILT_IN:
@@ -50,7 +50,7 @@ def fair(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 def _share_of_queue(home: Path) -> tuple[float, float]:
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(contextlib.closing(Queue(home / "queue")))
-        site = Processes(home / "site", PEERS, "--cpus", str(CPUS), VALENCE_QUEUE=service.url)
+        site = PeerProcesses(home / "site", PEERS, "--cpus", str(CPUS), VALENCE_QUEUE=service.url)
         stack.callback(site.close)
         service.start(site.token)
         until(lambda: len(service.client().peers()) == PEERS, 30)
@@ -82,11 +82,11 @@ def _share(first: Client, second: Client, strategy: str) -> tuple[float, float]:
     return 100 * used_s[1] / max(TASK_S, sum(used_s)), 100 * sum(used_s) / there_s
 
 
-def _ended(workflow: Workflow) -> bool:
+def _ended(workflow: WorkflowHandle) -> bool:
     return workflow.view()["state"] in FINAL
 
 
-def _used_s(workflow: Workflow, start: float, end: float) -> float:
+def _used_s(workflow: WorkflowHandle, start: float, end: float) -> float:
     """Slot time of its attempts between two moments."""
     used_s = 0.0
     for row in workflow.tasks():
@@ -103,7 +103,7 @@ def edited(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
     new: dict[str, int] = {}
     workers: dict[str, set[int]] = {"ada": set(), "bob": set()}
-    cluster = Processes(
+    cluster = PeerProcesses(
         home / "peers", PEERS, "--cpus", str(CPUS), PYTHONPATH=path,
         PYTHONDONTWRITEBYTECODE="",  # compiled files are written, as on a user's machine
     )  # fmt: skip

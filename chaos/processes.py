@@ -23,7 +23,7 @@ VALENCE = [sys.executable, "-m", "valence"]
 UP_S = 90.0
 
 
-class Processes:
+class PeerProcesses:
     def __init__(
         self, home: Path, peers: int, *more: str, keepers: int = 3, **variables: str
     ) -> None:

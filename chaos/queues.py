@@ -17,7 +17,7 @@ from typing import Any
 
 from valence.client import Client
 
-from .processes import Processes, committed, until
+from .processes import PeerProcesses, committed, until
 
 TASKS, TASK_S, PEERS = 2000, 0.05, 12
 
@@ -76,7 +76,7 @@ def work(count: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def rounds(cluster: Processes, rows: list[dict[str, Any]]) -> int:
+def rounds(cluster: PeerProcesses, rows: list[dict[str, Any]]) -> int:
     """That the master pilots of these have called."""
     found = 0
     for row in rows:
@@ -87,7 +87,7 @@ def rounds(cluster: Processes, rows: list[dict[str, Any]]) -> int:
     return found
 
 
-def _kill_master(cluster: Processes) -> float:
+def _kill_master(cluster: PeerProcesses) -> float:
     """The lowest id; and seconds until another one has assigned something."""
     master = min(cluster.up(), key=lambda row: str(row["id"]))
     others = [row for row in cluster.up() if row["id"] != master["id"]]
@@ -101,7 +101,7 @@ def _kill_master(cluster: Processes) -> float:
 
 def pilots(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """2,000 tasks by `pilots`, no queue; the site's master pilot is killed in the middle."""
-    cluster = Processes(home, PEERS, "--cpus", "2")
+    cluster = PeerProcesses(home, PEERS, "--cpus", "2")
     try:
         master = min(cluster.up(), key=lambda row: str(row["id"]))
         other = next(row for row in cluster.up() if row["id"] != master["id"])
@@ -124,7 +124,7 @@ def pilots(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 def queue(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """2,000 tasks through the queue; the master pilot is killed, then the queue, for 3 s."""
     service = Queue(home / "queue")
-    cluster = Processes(home, PEERS, "--cpus", "2", VALENCE_QUEUE=service.url)
+    cluster = PeerProcesses(home, PEERS, "--cpus", "2", VALENCE_QUEUE=service.url)
     try:
         service.start(cluster.token)
         until(lambda: service.client().peers(), 30)

@@ -28,7 +28,7 @@ from valence.client import Client, Problem, Unreachable
 from valence.display import Display
 from valence.peer.removal import remove_tree
 
-from .processes import VALENCE, Processes, until
+from .processes import VALENCE, PeerProcesses, until
 
 PEERS = 5
 OFFER = ("--cpus", "2", "--memory", "2GiB", "--disk", "128MiB")
@@ -67,7 +67,7 @@ class Caller(Client):
             return 0, str(error).encode()
 
 
-class Cluster(Processes):
+class Cluster(PeerProcesses):
     """Five peers that stop and start again on the same data, and can't take all memory."""
 
     def __init__(self, home: Path) -> None:

@@ -27,7 +27,7 @@ from valence.protocols.strategies.tickets.messages import (
     Shortfall,
 )
 from valence.protocols.wire import messages
-from valence.protocols.wire.codec import Kind, Malformed, decode, encode, pack_member
+from valence.protocols.wire.codec import FrameKind, Malformed, decode, encode, pack_member
 from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
@@ -207,8 +207,8 @@ def seeds(target: str) -> list[bytes]:
         return [text.encode() for text in _POLICIES]
     if target == "document":
         return [text.encode() for text in _DOCUMENTS]
-    found = [encode(Kind.REQUEST, 5, m) for m in _sample_messages()]
-    found += [encode(Kind.WORKING, 5, None), msgpack.packb([1, 0, 1, 2])]
+    found = [encode(FrameKind.REQUEST, 5, m) for m in _sample_messages()]
+    found += [encode(FrameKind.WORKING, 5, None), msgpack.packb([1, 0, 1, 2])]
     if target == "stream":
         return [len(data).to_bytes(4, "big") + data for data in found]
     if target == "datagram":

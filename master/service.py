@@ -15,17 +15,17 @@ from typing import Any, ClassVar
 import aiohttp
 from aiohttp import web
 
-from valence.peer.blobs import BlobError, Blobs
+from valence.peer.blobs import BlobError, DiskBlobs
 from valence.peer.daemon import Daemon
 from valence.peer.http import Http
 from valence.peer.tokens import PILOT, PilotToken
 from valence.protocols.consensus.placement import QUEUED
-from valence.protocols.data.transfer import Fetched, Transfer, Unavailable
+from valence.protocols.data.transfer import Transfer, TransferResult, Unavailable
 from valence.protocols.engine import views
 from valence.protocols.engine.gateway import Gateway
 from valence.protocols.engine.home import Home
 from valence.protocols.engine.targets import Targets
-from valence.protocols.wire.codec import Kind, Malformed, decode, encode
+from valence.protocols.wire.codec import FrameKind, Malformed, decode, encode
 from valence.protocols.wire.messages import Capacity, File, Message, Moved, PullTasks, StillHeld
 from valence.protocols.wire.rpc import Refused
 
@@ -41,7 +41,7 @@ PACKED = "application/msgpack"
 class QueueTransfer(Transfer):
     """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
 
-    _blobs: Blobs
+    _blobs: DiskBlobs
     sites: Sites
     token: PilotToken
 
@@ -96,8 +96,8 @@ class QueueTransfer(Transfer):
         async for data in super().read(file, start, end) if here else self._open(file, start, end):
             yield data
 
-    async def fetch_all(self, files: Iterable[File], hold: str = "") -> Fetched:
-        found = Fetched()
+    async def fetch_all(self, files: Iterable[File], hold: str = "") -> TransferResult:
+        found = TransferResult()
         peer = 0
         for file in files:
             if file.hash in self._blobs:
@@ -138,7 +138,7 @@ class QueueHttp(Http):
         except Refused as error:
             problem = {"title": "Refused", "detail": error.text, "code": error.code}
             return web.json_response(problem, status=409)
-        return web.Response(body=encode(Kind.REPLY, 0, answer), content_type=PACKED)
+        return web.Response(body=encode(FrameKind.REPLY, 0, answer), content_type=PACKED)
 
     async def _sites(self, request: web.Request) -> web.Response:
         now = asyncio.get_running_loop().time()

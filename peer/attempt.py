@@ -36,7 +36,7 @@ from valence.workflow.schema import STRICT_SHELL
 from .blobs import (
     CHUNK_BYTES,
     BlobError,
-    Blobs,
+    DiskBlobs,
     NeverFits,
     QuotaFull,
     copy_file,
@@ -48,9 +48,9 @@ from .processes import (
     REPLY_BYTES_MAX,
     WORK,
     Exit,
-    Processes,
+    LocalProcesses,
+    LocalWorker,
     StartFailed,
-    Worker,
     read_reply,
 )
 from .removal import remove_tree
@@ -104,13 +104,13 @@ def _names() -> Iterator[str]:
 _NAMES = _names()
 
 
-class Attempt:
+class LocalAttempt:
     def __init__(
         self,
         work: Work,
         directory: Path,
-        processes: Processes,
-        blobs: Blobs,
+        processes: LocalProcesses,
+        blobs: DiskBlobs,
         transfer: Transfer,
         log_bytes_max: int,
         sandbox: Sandbox | None,
@@ -505,7 +505,7 @@ class Attempt:
             file = File(name="value", hash=hash, size=size)
         self.result["value"] = Value(answer.get("encoding", ""), answer.get("data", b""), file)
 
-    async def _answer(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
         call = asyncio.ensure_future(worker.call(request))
         try:
             while True:
@@ -618,14 +618,14 @@ class Attempt:
             Path(self._value).unlink(missing_ok=True)
 
 
-class Workshop:
+class LocalLauncher:
     """Where a peer's attempts run: a directory for each, below one that goes with the peer."""
 
     def __init__(
         self,
         directory: Path,
-        processes: Processes,
-        blobs: Blobs,
+        processes: LocalProcesses,
+        blobs: DiskBlobs,
         transfer: Transfer,
         log_bytes_max: int,
         sandbox: Sandbox | None,
@@ -644,8 +644,8 @@ class Workshop:
         """Its inputs, before it begins."""
         return (await self._parts[2].fetch_all(work.inputs)).moved
 
-    def attempt(self, work: Work) -> Attempt:
-        return Attempt(work, self._directory, *self._parts)
+    def attempt(self, work: Work) -> LocalAttempt:
+        return LocalAttempt(work, self._directory, *self._parts)
 
     def clear(self) -> None:
         """No task runs any more."""

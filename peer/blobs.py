@@ -32,15 +32,24 @@ from valence.protocols.data.cache import (
     Cache,
     NeverFits,
     QuotaFull,
-    Room,
+    Reservation,
     TooLarge,
     WrongHash,
     is_own,
 )
-from valence.protocols.data.chunk_manifest import CHUNK_BYTES_MIN, Sheet, count, span
+from valence.protocols.data.chunk_manifest import CHUNK_BYTES_MIN, ChunkManifest, count, span
 from valence.workflow.replay import made_up
 
-__all__ = ["OWN", "BlobError", "Blobs", "NeverFits", "QuotaFull", "Room", "TooLarge", "WrongHash"]
+__all__ = [
+    "OWN",
+    "BlobError",
+    "DiskBlobs",
+    "NeverFits",
+    "QuotaFull",
+    "Reservation",
+    "TooLarge",
+    "WrongHash",
+]
 
 CHUNK_BYTES = CHUNK_BYTES_MIN
 #: a hold is a part of a file's name; what can't be one counts as the user's own
@@ -49,7 +58,7 @@ ROOM_S = 15.0  # how long something waits for others to let go
 SHEETS_BYTES_MAX = 8 << 20
 
 
-class Blobs:
+class DiskBlobs:
     def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
         self.cache = Cache(quota_bytes, blob_bytes_max)
         self.cache.on_evict = self._evicted
@@ -60,9 +69,9 @@ class Blobs:
         self.directory = directory
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._sheets: OrderedDict[bytes, Sheet] = OrderedDict()
-        self._sheets_bytes = 0
-        self._making: dict[bytes, asyncio.Future[Sheet]] = {}
+        self._manifests: OrderedDict[bytes, ChunkManifest] = OrderedDict()
+        self._manifests_bytes = 0
+        self._making: dict[bytes, asyncio.Future[ChunkManifest]] = {}
         self._root = directory / "blobs"
         self._parts = directory / "parts"
         shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
@@ -75,7 +84,7 @@ class Blobs:
     def _scan(self) -> Iterator[tuple[bytes, int, list[str]]]:
         """The most recently used last, as far as their times tell."""
         found: dict[bytes, tuple[float, int, list[str]]] = {}
-        for path in (path for shelf in self._root.iterdir() for path in shelf.iterdir()):
+        for path in (path for directory in self._root.iterdir() for path in directory.iterdir()):
             with contextlib.suppress(ValueError):
                 hash = bytes.fromhex(path.name[:64])
                 status = path.stat()
@@ -154,12 +163,12 @@ class Blobs:
     # ----------------------------------------------------------------- room
 
     @contextlib.asynccontextmanager
-    async def make_room(self, size: int) -> AsyncIterator[Room]:
+    async def make_room(self, size: int) -> AsyncIterator[Reservation]:
         """Held while something is being written; others are asked first what they can let go of,
         and given a while for it.
 
         One at a time waits, so that two never hold half of what each of them needs."""
-        held = Room()
+        held = Reservation()
         most = self.quota_bytes - self.cache.own_bytes()
         if size > most:
             raise NeverFits(
@@ -178,7 +187,7 @@ class Blobs:
             self.cache.give_back(held)
             self._freed.set()
 
-    async def _wait_for(self, size: int, held: Room) -> None:
+    async def _wait_for(self, size: int, held: Reservation) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self.room_s
         try:
@@ -203,7 +212,7 @@ class Blobs:
         finally:
             self._turn.release()
 
-    def widen(self, room: Room, size: int) -> None:
+    def widen(self, room: Reservation, size: int) -> None:
         """What comes turns out larger than announced."""
         self.cache.check(size)
         if size > room.size:
@@ -269,7 +278,9 @@ class Blobs:
             finally:
                 part.unlink(missing_ok=True)
 
-    async def put_many(self, found: list[tuple[bytes, bytes]], room: Room | None = None) -> None:
+    async def put_many(
+        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
+    ) -> None:
         """Copies of small blobs, each with its hash, which was checked."""
         rows = [(hash, data, self.new_part()) for hash, data in found if hash not in self.cache]
         if room is None:
@@ -278,7 +289,7 @@ class Blobs:
         else:
             await self._put_rows(rows, room)
 
-    async def _put_rows(self, rows: list[tuple[bytes, bytes, Path]], room: Room) -> None:
+    async def _put_rows(self, rows: list[tuple[bytes, bytes, Path]], room: Reservation) -> None:
         try:
             await asyncio.to_thread(self._settle_many, rows)
             for hash, data, part in rows:
@@ -329,7 +340,7 @@ class Blobs:
         path: Path,
         hold: str = OWN,
         hashed: bytes | None = None,
-        room: Room | None = None,
+        room: Reservation | None = None,
     ) -> tuple[bytes, int]:
         """A file on this disk becomes a blob; the file is gone afterwards."""
         size = path.lstat().st_size
@@ -388,7 +399,7 @@ class Blobs:
         finally:
             os.close(fd)
 
-    def _keep(self, part: Path, hash: bytes, size: int, hold: str, room: Room) -> None:
+    def _keep(self, part: Path, hash: bytes, size: int, hold: str, room: Reservation) -> None:
         """The file is whole and synced: to its place, and counted once, in one step."""
         if hold:
             hold = _named(hold)
@@ -429,46 +440,46 @@ class Blobs:
             start += len(data)
             yield data
 
-    async def sheet(self, hash: bytes) -> Sheet:
+    async def manifest(self, hash: bytes) -> ChunkManifest:
         """The digests of its chunks: computed when somebody first asks for them."""
-        sheet = self._sheets.get(hash)
-        if sheet is not None:
-            self._sheets.move_to_end(hash)
-            return sheet
+        manifest = self._manifests.get(hash)
+        if manifest is not None:
+            self._manifests.move_to_end(hash)
+            return manifest
         making = self._making.get(hash)  # once, however many ask
         if making is None:
             making = self._making[hash] = asyncio.ensure_future(self._make_sheet(hash))
             making.add_done_callback(lambda _: self._making.pop(hash, None))
         return await asyncio.shield(making)
 
-    async def _make_sheet(self, hash: bytes) -> Sheet:
+    async def _make_sheet(self, hash: bytes) -> ChunkManifest:
         size = self.cache.size(hash) or 0
         with self.cache.pinned([hash]):
-            sheet = await asyncio.to_thread(_sheet, self.path(hash), size)
-        self.know_sheet(hash, sheet)
-        return sheet
+            manifest = await asyncio.to_thread(_manifest, self.path(hash), size)
+        self.know_manifest(hash, manifest)
+        return manifest
 
-    def know_sheet(self, hash: bytes, sheet: Sheet) -> None:
-        if hash in self.cache and hash not in self._sheets:
-            self._sheets[hash] = sheet
-            self._sheets_bytes += len(sheet.digests)
-            while self._sheets_bytes > SHEETS_BYTES_MAX and len(self._sheets) > 1:
-                self._forget_sheet(next(iter(self._sheets)))
+    def know_manifest(self, hash: bytes, manifest: ChunkManifest) -> None:
+        if hash in self.cache and hash not in self._manifests:
+            self._manifests[hash] = manifest
+            self._manifests_bytes += len(manifest.digests)
+            while self._manifests_bytes > SHEETS_BYTES_MAX and len(self._manifests) > 1:
+                self._forget_sheet(next(iter(self._manifests)))
 
     def _forget_sheet(self, hash: bytes) -> None:
-        sheet = self._sheets.pop(hash, None)
-        self._sheets_bytes -= len(sheet.digests) if sheet is not None else 0
+        manifest = self._manifests.pop(hash, None)
+        self._manifests_bytes -= len(manifest.digests) if manifest is not None else 0
 
     # ----------------------------------------------------------------- in chunks
 
-    def part(self, size: int) -> Part:
-        return Part(self, self.new_part(), size)
+    def part(self, size: int) -> PartialBlob:
+        return PartialBlob(self, self.new_part(), size)
 
 
-class Part:
+class PartialBlob:
     """A blob that comes in chunks, in any order."""
 
-    def __init__(self, blobs: Blobs, path: Path, size: int) -> None:
+    def __init__(self, blobs: DiskBlobs, path: Path, size: int) -> None:
         self._blobs = blobs
         self._path = path
         self._size = size
@@ -490,7 +501,7 @@ class Part:
     async def hashed(self) -> bytes:
         return await asyncio.to_thread(hash_file, self._path)
 
-    async def keep(self, hash: bytes, hold: str, room: Room) -> None:
+    async def keep(self, hash: bytes, hold: str, room: Reservation) -> None:
         await self._blobs.adopt(self._path, hold, hash, room)
 
     def close(self) -> None:
@@ -552,9 +563,9 @@ def _read(path: Path, offset: int, length: int) -> bytes:
         os.close(fd)
 
 
-def _sheet(path: Path, size: int) -> Sheet:
+def _manifest(path: Path, size: int) -> ChunkManifest:
     with path.open("rb") as file:
-        return Sheet.of(size, (file.read(span(size, i)[1]) for i in range(count(size))))
+        return ChunkManifest.of(size, (file.read(span(size, i)[1]) for i in range(count(size))))
 
 
 def _make_up(path: Path, name: str, size: int) -> None:

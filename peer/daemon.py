@@ -35,23 +35,23 @@ from valence.protocols.strategies.service import Work
 from valence.protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
 from valence.protocols.wire.rpc import CallFailed, Refused, Rpc
 
-from .attempt import Limits, Workshop
-from .blobs import Blobs
+from .attempt import Limits, LocalLauncher
+from .blobs import DiskBlobs
 from .database import Database
 from .http import Http
 from .identity import Identity, tls_contexts, write_private
-from .journal_storage import JournalStorage
+from .journal_storage import SqliteJournalStorage
 from .link import NOBODY, Link
 from .metrics import Metrics
 from .nursery import adopt_orphans
-from .outbox_storage import OutboxStorage
-from .processes import Processes
+from .outbox_storage import SqliteOutboxStorage
+from .processes import LocalProcesses
 from .queue import QueueClient
 from .routes import VERSION
 from .sandbox import NoSandbox, Sandbox
 from .seal import Seal
 from .settings import Settings
-from .storage import Storage
+from .storage import ExternalStorage
 from .tokens import Tokens
 from .users import NoUsers, Users
 
@@ -147,23 +147,23 @@ class Daemon:
         self.overlay.is_alive = self.members.is_alive
         self.liveness = Liveness(self.rpc, self.members, rng, config)
         self.records = Records(self.rpc, self.overlay, rng, config)
-        self.blobs = Blobs(data, settings.disk, settings.blob_max)
+        self.blobs = DiskBlobs(data, settings.disk, settings.blob_max)
         self.transfer = self.make_transfer(
             self.rpc, self.blobs, self.members, self.records, time.time, rng
         )
-        storage = Storage(settings, self.blobs)
+        storage = ExternalStorage(settings, self.blobs)
         self.transfer.from_origin = storage.fetch
-        self.processes = Processes(self._nursery, data, users or _as_this_peer)
+        self.processes = LocalProcesses(self._nursery, data, users or _as_this_peer)
         limits = Limits(memory_bytes=capacity.memory_bytes, disk_bytes=settings.disk)
         parts = (self.processes, self.blobs, self.transfer)
-        workshop = Workshop(data, *parts, settings.log_max, sandbox, limits)
+        workshop = LocalLauncher(data, *parts, settings.log_max, sandbox, limits)
         self.enactment = Enactment(
             rpc=self.rpc,
             members=self.members,
             liveness=self.liveness,
             records=self.records,
-            journals=JournalStorage(self.database, time.time),
-            outbox=OutboxStorage(self.database, time.time),
+            journals=SqliteJournalStorage(self.database, time.time),
+            outbox=SqliteOutboxStorage(self.database, time.time),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=workshop,

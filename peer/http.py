@@ -22,17 +22,17 @@ from pydantic import BaseModel
 
 from valence.protocols.data.transfer import Transfer
 from valence.protocols.engine import views
-from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.answers import ApiError
 from valence.protocols.engine.gateway import Gateway
 from valence.protocols.wire.messages import File
 from valence.workflow.strategies import names
 from valence.workflow.tree import DOCUMENT_BYTES_MAX
 
-from .blobs import OWN, BlobError, Blobs
-from .limits import Doors, Rates
+from .blobs import OWN, BlobError, DiskBlobs
+from .limits import ConnectionLimits, Rates
 from .metrics import CONTENT_TYPE, Metrics
 from .routes import ROUTES, VERSION, openapi
-from .tokens import BadToken, Grant, Tokens
+from .tokens import Access, BadToken, Tokens
 
 log = logging.getLogger("valence.http")
 
@@ -48,7 +48,7 @@ KEY_CHARS_MAX = 200
 WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
 REQUESTS_PER_S, REQUESTS_BURST = 5000.0, 10_000.0  # with one token, at this peer
 WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST = 5.0, 50.0  # from one address
-_GRANT = web.RequestKey("grant", Grant)
+_GRANT = web.RequestKey("grant", Access)
 _SCOPES = {"_" + route.handler: route.scope for route in ROUTES}
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _EVENT = re.compile(r"(\d{1,15})\.(\d{1,9})")
@@ -79,7 +79,7 @@ class Http:
         self,
         *,
         gateway: Gateway,
-        blobs: Blobs,
+        blobs: DiskBlobs,
         transfer: Transfer,
         metrics: Metrics,
         tokens: Tokens,
@@ -96,7 +96,7 @@ class Http:
         self._tokens = tokens
         self._asked = Rates(REQUESTS_PER_S, REQUESTS_BURST)
         self._wrong = Rates(WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST)
-        self._doors: Doors | None = None
+        self._doors: ConnectionLimits | None = None
         self._requests_max = requests_max
         self._peer = peer
         self._blob_arrived = blob_arrived
@@ -127,7 +127,7 @@ class Http:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._doors = Doors(server, self.counts)
+        self._doors = ConnectionLimits(server, self.counts)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._doors, host, port, backlog=1024)
         return int(self._server.sockets[0].getsockname()[1])
@@ -159,31 +159,31 @@ class Http:
             if who:
                 self._open_by[who] += 1
                 if self._open > self._requests_max:
-                    raise Problem(503, "too many requests are open here; try again soon")
+                    raise ApiError(503, "too many requests are open here; try again soon")
                 if self._open_by[who] > max(1, self._requests_max // 2):
-                    raise Problem(429, "you have too many requests open here")
+                    raise ApiError(429, "you have too many requests open here")
             response = await handler(request)
-        except Problem as problem:
+        except ApiError as problem:
             response = _problem(problem)
         except BlobError as error:
-            response = _problem(Problem(error.status, str(error)))
+            response = _problem(ApiError(error.status, str(error)))
         except web.HTTPRequestEntityTooLarge:
             limit = f"a document has at most {DOCUMENT_BYTES_MAX:,} bytes"
-            response = _problem(Problem(413, limit))
+            response = _problem(ApiError(413, limit))
         except web.HTTPException as error:
             what = f"{request.method} {request.path}: {error.reason}"
-            response = _problem(Problem(error.status, what))
+            response = _problem(ApiError(error.status, what))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except TimeoutError:
-            response = _problem(Problem(408, f"nothing came for {STALL_S:g} s"))
+            response = _problem(ApiError(408, f"nothing came for {STALL_S:g} s"))
         except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
-            response = _problem(Problem(400, f"the body can't be read: {error}"))
+            response = _problem(ApiError(400, f"the body can't be read: {error}"))
         except Exception:
             log.exception("%s %s", request.method, request.path)
-            response = _problem(Problem(500, "an error in the peer; its log says more"))
+            response = _problem(ApiError(500, "an error in the peer; its log says more"))
         finally:
             self._open -= 1
             if who:
@@ -206,19 +206,19 @@ class Http:
         scheme, _, token = given.partition(" ")
         how = "send `Authorization: Bearer <token>`; `valence token` prints it"
         if scheme.lower() != "bearer":
-            raise Problem(401, how)
+            raise ApiError(401, how)
         try:
             grant = self._tokens.check(token.strip())
         except BadToken as error:
             if not self._wrong.take(request.remote or "", now):
-                raise Problem(429, "too many wrong tokens from your address; wait") from None
-            raise Problem(401, f"{error}: {how}") from None
+                raise ApiError(429, "too many wrong tokens from your address; wait") from None
+            raise ApiError(401, f"{error}: {how}") from None
         who = grant.owner  # however many tokens one has
         if not self._asked.take(who, now):
-            raise Problem(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
+            raise ApiError(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
         pilots = getattr(request.match_info.handler, "__name__", "") in self.for_pilots
         if not grant.may(scope, pilots):
-            raise Problem(403, f"this token may only {grant.scope}; {scope} is needed for this")
+            raise ApiError(403, f"this token may only {grant.scope}; {scope} is needed for this")
         request[_GRANT] = grant
         return who
 
@@ -243,7 +243,7 @@ class Http:
         if kind not in ("application/octet-stream", "text/plain") and not kind.endswith(
             ("json", "yaml")
         ):
-            raise Problem(415, f"send application/yaml or application/json, not {kind}")
+            raise ApiError(415, f"send application/yaml or application/json, not {kind}")
         options: dict[str, Any] = {}
         for name in ("time_scale", "size_scale"):
             if name in request.query:
@@ -251,11 +251,11 @@ class Http:
         if "strategy" in request.query:
             options["strategy"] = strategy = request.query["strategy"]
             if strategy not in names():
-                raise Problem(400, f"strategy is one of {', '.join(names())}")
+                raise ApiError(400, f"strategy is one of {', '.join(names())}")
         key = request.headers.get("Idempotency-Key")
         if key is not None:
             if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
-                raise Problem(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
+                raise ApiError(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
             options["idempotency"] = key
         wait = _wait(request)
         owner = request[_GRANT].owner
@@ -280,7 +280,7 @@ class Http:
                 async with asyncio.timeout(LONG_WAIT_S):
                     await turns.acquire()
             except TimeoutError:
-                raise Problem(503, "you are submitting too many long documents at once") from None
+                raise ApiError(503, "you are submitting too many long documents at once") from None
             try:
                 yield
             finally:
@@ -293,11 +293,11 @@ class Http:
     async def _workflows(self, request: web.Request) -> web.Response:
         before = request.query.get("before", "")
         if before and not re.fullmatch(r"\d{1,12}(\.\d{1,9})?,\w{1,40}", before):
-            raise Problem(400, "before: pass the `next` of the page before")
+            raise ApiError(400, "before: pass the `next` of the page before")
         limit = _integer(request, "limit", 100, 1, 1000)
         state = request.query.get("state", "")
         if state and state not in WORKFLOW_STATES:
-            raise Problem(400, f"state: one of {', '.join(WORKFLOW_STATES)}")
+            raise ApiError(400, f"state: one of {', '.join(WORKFLOW_STATES)}")
         return _json(await self._gateway.workflows(_sees(request), before, limit, state))
 
     async def _workflow(self, request: web.Request) -> web.Response:
@@ -384,14 +384,14 @@ class Http:
         if last:
             match = _EVENT.fullmatch(last)
             if match is None:
-                raise Problem(400, "Last-Event-ID: the id of an event, such as 12.0")
+                raise ApiError(400, "Last-Event-ID: the id of an event, such as 12.0")
             position = int(match[1]), int(match[2])
         mine = request[_GRANT].owner
         if self._streams >= STREAMS_MAX:
-            raise Problem(503, "too many event streams are open here")
+            raise ApiError(503, "too many event streams are open here")
         if self._streams_by[mine] >= STREAMS_PER_OWNER_MAX:
             most = f"{STREAMS_PER_OWNER_MAX} event streams"
-            raise Problem(429, f"you have {most} open here already; ask another peer, or poll")
+            raise ApiError(429, f"you have {most} open here already; ask another peer, or poll")
         id = _id(request)
         owner = _sees(request)
         page = await self._gateway.ask(owner, id, "events", after=position, wait_s=0)
@@ -403,7 +403,7 @@ class Http:
         try:
             await response.prepare(request)
             await self._stream(response, (owner, id), position, page)
-        except Problem as problem:  # the home went away: the client begins again where it was
+        except ApiError as problem:  # the home went away: the client begins again where it was
             note = json.dumps({"type": "interrupted", "reason": problem.detail})
             await response.write(f"event: interrupted\ndata: {note}\n\n".encode())
         except ConnectionResetError:
@@ -462,7 +462,7 @@ class Http:
         grant = request[_GRANT]
         size = self._blobs.size(hash) or 0
         if not self._blobs.delete(hash, None if not grant.sees else _upload_of(grant.owner)):
-            raise Problem(404, "you have uploaded no such file to this peer")
+            raise ApiError(404, "you have uploaded no such file to this peer")
         return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=size))
 
     async def _get_blob(self, request: web.Request) -> web.StreamResponse:
@@ -473,7 +473,7 @@ class Http:
             holders = await self._transfer.find(hash)
             size = await self._transfer.size(hash, holders)
         if size is None:
-            raise Problem(404, f"nobody is known to hold sha256:{hash.hex()}")
+            raise ApiError(404, f"nobody is known to hold sha256:{hash.hex()}")
         name = hash.hex()
         return await self._serve(request, _file(name, name, size, [h.hex() for h in holders]))
 
@@ -521,7 +521,7 @@ def _upload_of(owner: str) -> str:
     return f"{OWN}-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
 
-def _problem(problem: Problem) -> web.Response:
+def _problem(problem: ApiError) -> web.Response:
     document = views.ProblemDocument(
         title=_TITLES.get(problem.status, "Error"),
         status=problem.status,
@@ -551,21 +551,21 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _sees(request: web.Request) -> str:
     """Whose workflows the asker may see; empty: all."""
-    grant: Grant = request[_GRANT]
+    grant: Access = request[_GRANT]
     return grant.sees
 
 
 def _id(request: web.Request) -> str:
     id = request.match_info["id"]
     if not re.fullmatch(r"\w{1,40}", id):
-        raise Problem(404, "there is no such workflow")
+        raise ApiError(404, "there is no such workflow")
     return id
 
 
 def _hash(request: web.Request) -> bytes:
     match = _HASH.fullmatch(request.match_info["hash"])
     if match is None:
-        raise Problem(400, "a blob is named sha256: and 64 hexadecimal digits")
+        raise ApiError(400, "a blob is named sha256: and 64 hexadecimal digits")
     return bytes.fromhex(match[1])
 
 
@@ -574,7 +574,7 @@ def _integer(request: web.Request, name: str, default: int, low: int, high: int)
     if text is None:
         return default
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
-        raise Problem(400, f"{name}: a number from {low} to {high} is expected")
+        raise ApiError(400, f"{name}: a number from {low} to {high} is expected")
     return int(text)
 
 
@@ -591,17 +591,17 @@ def _number(request: web.Request, name: str) -> float:
             return value
     except ValueError:
         pass
-    raise Problem(400, f"{name}: a number from 0 to 1,000,000 is expected")
+    raise ApiError(400, f"{name}: a number from 0 to 1,000,000 is expected")
 
 
 def _range(request: web.Request, size: int) -> tuple[int, int]:
     try:
         part = request.http_range
     except ValueError:
-        raise Problem(416, "one range of bytes is expected, such as bytes=0-99") from None
+        raise ApiError(416, "one range of bytes is expected, such as bytes=0-99") from None
     start, stop, _ = part.indices(size)
     if start >= stop:
-        raise Problem(416, f"the file has {size} bytes")
+        raise ApiError(416, f"the file has {size} bytes")
     return start, stop
 
 

@@ -27,7 +27,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0
 SOON_S = 0.02
 
 
-class JournalStorage:
+class SqliteJournalStorage:
     def __init__(self, database: Disk, clock: Callable[[], float]) -> None:
         self.trouble = ""
         self._database = database

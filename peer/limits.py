@@ -55,7 +55,7 @@ class Rates:
 class _Door(asyncio.Protocol):
     """One connection: passes everything on, and can be shut."""
 
-    def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
+    def __init__(self, doors: ConnectionLimits, inner: asyncio.Protocol) -> None:
         self._doors = doors
         self._inner = inner
         self.transport: asyncio.Transport | None = None
@@ -91,7 +91,7 @@ class _Door(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-class Doors:
+class ConnectionLimits:
     """All connections of one listening socket."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], counts: Counter[str]) -> None:

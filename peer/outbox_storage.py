@@ -12,7 +12,7 @@ from valence.protocols.wire.messages import CHECKED_OUTCOME
 from .database import Disk, Statement
 
 
-class OutboxStorage:
+class SqliteOutboxStorage:
     def __init__(self, database: Disk, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock

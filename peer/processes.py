@@ -62,7 +62,7 @@ class Usage(NamedTuple):
 OnReply = Callable[[Reply], None]
 
 
-class Worker(asyncio.Protocol):
+class LocalWorker(asyncio.Protocol):
     """One warm process, used by one call at a time; its answer comes as a callback."""
 
     def __init__(self, id: int, pid: int, owner: str, place: str) -> None:
@@ -171,7 +171,7 @@ def _lie(what: str) -> dict[str, Any]:
     return {"ok": False, "error": error, "lie": True}
 
 
-class Processes:
+class LocalProcesses:
     def __init__(
         self,
         channel: socket.socket,
@@ -187,7 +187,7 @@ class Processes:
         self._workers: dict[int, asyncio.Future[tuple[int, socket.socket]]] = {}
         self._usages: dict[int, asyncio.Future[Usage]] = {}
         self._places: dict[int, Path] = {}  # of workers: a directory each, that goes with it
-        self._idle: list[Worker] = []  # the one that was used last stands last
+        self._idle: list[LocalWorker] = []  # the one that was used last stands last
         self._alive: set[int] = set()
         self._closing = False
         self._attach(channel)
@@ -370,7 +370,7 @@ class Processes:
 
     # ----------------------------------------------------------------- workers
 
-    def idle_worker(self, owner: str) -> Worker | None:
+    def idle_worker(self, owner: str) -> LocalWorker | None:
         """One that has run nobody else's code: what a call does to its process stays in it."""
         for index in range(len(self._idle) - 1, -1, -1):
             if self._idle[index].owner == owner:
@@ -380,7 +380,7 @@ class Processes:
                 worker.close()
         return None
 
-    async def worker(self, owner: str) -> Worker:
+    async def worker(self, owner: str) -> LocalWorker:
         idle = self.idle_worker(owner)
         if idle is not None:
             return idle
@@ -394,11 +394,11 @@ class Processes:
         self._places[id] = place
         self._tell("worker", id, log, str(place), sys.path, *self.user_of(owner))
         pid, channel = await future
-        worker = Worker(id, pid, owner, str(place))
+        worker = LocalWorker(id, pid, owner, str(place))
         await loop.create_unix_connection(lambda: worker, sock=channel)
         return worker
 
-    def give_back(self, worker: Worker) -> None:
+    def give_back(self, worker: LocalWorker) -> None:
         if worker.id not in self._alive:
             self.discard(worker)
             return
@@ -406,7 +406,7 @@ class Processes:
         if len(self._idle) > IDLE_WORKERS_MAX:
             self.discard(self._idle.pop(0))  # of whoever used one least lately
 
-    def discard(self, worker: Worker) -> None:
+    def discard(self, worker: LocalWorker) -> None:
         """It crashed, or is to: the next call gets a new one."""
         self._tell("kill", worker.id, int(signal.SIGKILL))
         worker.close()

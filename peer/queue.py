@@ -7,9 +7,9 @@ import time
 
 import aiohttp
 
-from valence.protocols.wire.codec import Kind, Malformed, decode, encode
+from valence.protocols.wire.codec import FrameKind, Malformed, decode, encode
 from valence.protocols.wire.messages import Message
-from valence.protocols.wire.rpc import CallFailed, Refused, Unreachable
+from valence.protocols.wire.rpc import CallFailed, PeerUnreachable, Refused
 
 from .settings import Settings
 from .tokens import PilotToken
@@ -29,7 +29,7 @@ class QueueClient:
         if self._session is None or self._session.closed:
             limit = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
             self._session = aiohttp.ClientSession(timeout=limit)
-        body = encode(Kind.REQUEST, 0, message)
+        body = encode(FrameKind.REQUEST, 0, message)
         try:
             headers = {"Authorization": f"Bearer {self._token}"}
             send = self._session.post(self._url, data=body, headers=headers, allow_redirects=False)
@@ -40,7 +40,7 @@ class QueueClient:
                 if response.status != 200:
                     raise Refused("queue", _said(response.status, data))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(str(error) or type(error).__name__) from None
+            raise PeerUnreachable(str(error) or type(error).__name__) from None
         try:
             found = decode(data).message
         except Malformed as error:

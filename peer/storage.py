@@ -28,12 +28,12 @@ import aiohttp
 import aiohttp.abc
 from yarl import URL
 
-from valence.protocols.data.cache import Room
+from valence.protocols.data.cache import Reservation
 from valence.protocols.engine.delivery import shown
 from valence.protocols.ports import StorageError
 from valence.protocols.wire.messages import File
 
-from .blobs import CHUNK_BYTES, Blobs, WrongHash, copy_file
+from .blobs import CHUNK_BYTES, DiskBlobs, WrongHash, copy_file
 from .settings import Settings
 from .tokens import PilotToken
 
@@ -58,8 +58,8 @@ QUEUE = "queue"  # the scheme of what a task queue has, or can fetch from anothe
 _QUEUE_BLOB = QUEUE + ":/v1/blobs/sha256:[0-9a-f]{64}"
 
 
-class Storage:
-    def __init__(self, settings: Settings, blobs: Blobs) -> None:
+class ExternalStorage:
+    def __init__(self, settings: Settings, blobs: DiskBlobs) -> None:
         self._settings = settings
         self._blobs = blobs
         self._roots = [Path(os.path.realpath(root)) for root in settings.files]
@@ -84,7 +84,7 @@ class Storage:
         finally:
             part.unlink(missing_ok=True)
 
-    async def fetch(self, file: File, hold: str, room: Room) -> None:
+    async def fetch(self, file: File, hold: str, room: Reservation) -> None:
         """A file whose hash is known: where no peer has it any more."""
         part = self._blobs.new_part()
         digest = hashlib.sha256()
@@ -101,7 +101,11 @@ class Storage:
             part.unlink(missing_ok=True)
 
     async def _save(
-        self, parts: AsyncIterator[bytes | int | None], path: Path, room: Room, digest: Any
+        self,
+        parts: AsyncIterator[bytes | int | None],
+        path: Path,
+        room: Reservation,
+        digest: Any,
     ) -> int:
         count = 0
         with path.open("wb") as file:

@@ -35,7 +35,7 @@ class BadToken(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Access:
     owner: str
     scope: str
     id: str = ""
@@ -106,10 +106,10 @@ class Tokens:
         self._revoked = frozenset(revoked)
         self._clock = clock
 
-    def check(self, given: str) -> Grant:
+    def check(self, given: str) -> Access:
         """Whose it is and what it may, or `BadToken`."""
         if hmac.compare_digest(given.encode("utf-8", "replace"), self._root_bytes):
-            return Grant(ADMIN, "admin")
+            return Access(ADMIN, "admin")
         mark, _, rest = given.partition(".")
         payload, _, signature = rest.partition(".")
         if mark != _MARK or not signature or len(given) > TOKEN_CHARS_MAX or not given.isascii():
@@ -125,4 +125,4 @@ class Tokens:
             raise BadToken("the token has expired; ask for a new one")
         if id in self._revoked:
             raise BadToken("the token has been revoked")
-        return Grant(owner, scope, id)
+        return Access(owner, scope, id)

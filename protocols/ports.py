@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .consensus.storage import Storage as ReplicaStorage
-from .data.cache import BlobError, Cache, Room
-from .data.swarm import Files
+from .consensus.storage import ReplicaStorage as ReplicaStorage
+from .data.cache import BlobError, Cache, Reservation
+from .data.swarm import BlobStore
 from .wire.messages import Moved, Outcome, Work
 
 # --------------------------------------------------------------------------- the disk
@@ -72,7 +72,7 @@ class OutboxStorage(Protocol):
 # --------------------------------------------------------------------------- files
 
 
-class Blobs(Files, Protocol):
+class Blobs(BlobStore, Protocol):
     """Files by the hash of their content, within a quota."""
 
     cache: Cache
@@ -87,10 +87,10 @@ class Blobs(Files, Protocol):
     def release(self, hold: str, hashes: Iterable[bytes]) -> None: ...
     def touch(self, hash: bytes) -> None: ...
     def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]: ...
-    def make_room(self, size: int) -> contextlib.AbstractAsyncContextManager[Room]: ...
+    def make_room(self, size: int) -> contextlib.AbstractAsyncContextManager[Reservation]: ...
     async def put(self, data: bytes, hold: str = ...) -> bytes: ...
     async def put_many(
-        self, found: list[tuple[bytes, bytes]], room: Room | None = None
+        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
     ) -> None: ...
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]: ...
     def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]: ...
@@ -162,7 +162,7 @@ class Attempt(Protocol):
     def too_much_on_disk(self) -> tuple[str, str]: ...
 
 
-class Workshop(Protocol):
+class Launcher(Protocol):
     """Where attempts run: real processes, or simulated ones."""
 
     @property

@@ -36,18 +36,18 @@ def key_of(kind: str, name: str) -> bytes:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StoredRecord:
     version: int
     expires_at: float
     value: bytes
 
 
-class Store:
+class RecordStore:
     """What this peer keeps for others. Pure."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._keys: dict[bytes, dict[bytes, _Kept]] = {}
+        self._keys: dict[bytes, dict[bytes, _StoredRecord]] = {}
         self.count = 0
 
     def put(self, record: Record, now: float) -> bool:
@@ -57,7 +57,7 @@ class Store:
         expires_at = now + min(record.ttl_s, self._config.record_ttl_s)
         if old is not None:
             if (record.version, expires_at) > (old.version, old.expires_at):
-                owners[record.owner] = _Kept(record.version, expires_at, record.value)
+                owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
             return True
         if self.count >= self._config.records_max:
             self.expire(now)
@@ -68,7 +68,7 @@ class Store:
         ):
             return False
         self._keys[record.key] = owners
-        owners[record.owner] = _Kept(record.version, expires_at, record.value)
+        owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
         self.count += 1
         return True
 
@@ -96,7 +96,7 @@ class Records:
     """The service: publish own records, fetch others', hand over."""
 
     def __init__(self, rpc: Rpc, overlay: Overlay, rng: random.Random, config: Config) -> None:
-        self.store = Store(config)
+        self.store = RecordStore(config)
         self._rpc = rpc
         self._overlay = overlay
         self._rng = rng

@@ -19,7 +19,7 @@ from valence.workflow import strategies
 
 from .loop import run_out, with_fixed_hashes
 from .mutants import EXPECTED, MUTANTS, WORLDS, applied
-from .world import CROWD, CROWD_PEERS, FAULTS, Plan, Report, simulate
+from .world import CROWD, CROWD_PEERS, FAULTS, Plan, WorldReport, simulate
 
 #: a run that takes so long in real time goes round in circles
 REAL_S_MAX = 120
@@ -36,7 +36,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
     raise TooLong
 
 
-def one(plan: Plan) -> Report:
+def one(plan: Plan) -> WorldReport:
     signal.signal(signal.SIGALRM, _too_long)
     limit_s = REAL_S_MAX if plan.peers < CROWD_PEERS else CROWD_REAL_S_MAX
     signal.alarm(limit_s)
@@ -44,7 +44,7 @@ def one(plan: Plan) -> Report:
         with applied(plan.mutant):
             return run_out(simulate(plan))
     except TooLong:
-        return Report(plan.seed, f"it does not come to an end within {limit_s} s of real time")
+        return WorldReport(plan.seed, f"it does not come to an end within {limit_s} s of real time")
     finally:
         signal.alarm(0)
 
@@ -55,7 +55,7 @@ def _silently() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
 
 
-def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, Report]]:
+def many(listed: list[Plan], jobs: int | None) -> Iterator[tuple[Plan, WorldReport]]:
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, _silently, maxtasksperchild=RUNS_PER_PROCESS) as pool:
         yield from zip(listed, pool.imap(one, listed), strict=True)
@@ -88,7 +88,7 @@ def plans(options: argparse.Namespace, mutant: str) -> list[Plan]:
     return [replace(plan, **WORLDS.get(mutant, {})) for plan in listed]
 
 
-def tell(report: Report, plan: Plan, trace: bool) -> None:
+def tell(report: WorldReport, plan: Plan, trace: bool) -> None:
     if trace or report.violation:
         print("\n".join(report.trace[-200:]))
     counts = ", ".join(f"{v:,} {k}" for k, v in sorted(report.counts.items()))
@@ -111,7 +111,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, peers=plan.peers - 1)
 
 
-def shrink(plan: Plan, report: Report, jobs: int | None) -> tuple[Plan, Report]:
+def shrink(plan: Plan, report: WorldReport, jobs: int | None) -> tuple[Plan, WorldReport]:
     """A run that goes wrong with less happening in it, if there is one among a few tries."""
     tries = SHRINK_RUNS_MAX
     while tries > 0:

@@ -13,8 +13,8 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-from valence.protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Room
-from valence.protocols.data.chunk_manifest import Sheet, count, span
+from valence.protocols.data.cache import OWN, BlobError, Cache, QuotaFull, Reservation
+from valence.protocols.data.chunk_manifest import ChunkManifest, count, span
 from valence.protocols.data.transfer import Transfer, Unavailable
 from valence.protocols.wire.messages import File, Moved, Value, Work
 from valence.workflow.replay import made_up
@@ -32,7 +32,7 @@ class SimBlobs:
         self.cache.on_evict = self._evicted
         self._held = platter.blobs
         self._holds = platter.holds
-        self._sheets: dict[bytes, Sheet] = {}
+        self._manifests: dict[bytes, ChunkManifest] = {}
         for hash, data in self._held.items():
             for hold in self._holds.get(hash) or ("",):
                 self.cache.add(hash, len(data), hold)
@@ -49,7 +49,7 @@ class SimBlobs:
 
     def _evicted(self, hash: bytes) -> None:
         del self._held[hash]
-        self._sheets.pop(hash, None)
+        self._manifests.pop(hash, None)
         self.on_gone(hash)
 
     def hold(self, hash: bytes, hold: str) -> bool:
@@ -65,8 +65,8 @@ class SimBlobs:
             self.cache.release(hash, hold)
 
     @contextlib.asynccontextmanager
-    async def make_room(self, size: int) -> AsyncIterator[Room]:
-        room = Room()
+    async def make_room(self, size: int) -> AsyncIterator[Reservation]:
+        room = Reservation()
         try:
             try:
                 self.cache.take(size, room)
@@ -87,17 +87,19 @@ class SimBlobs:
             self.hold(hash, hold)
         return hash
 
-    def keep(self, hash: bytes, data: bytes, hold: str, room: Room) -> None:
+    def keep(self, hash: bytes, data: bytes, hold: str, room: Reservation) -> None:
         if hash not in self._held:
             self._held[hash] = data
             self.cache.add(hash, len(data), "", room)
         if hold:
             self.hold(hash, hold)
 
-    async def put_many(self, found: list[tuple[bytes, bytes]], room: Room | None = None) -> None:
+    async def put_many(
+        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
+    ) -> None:
         await asyncio.sleep(0.001)
         for hash, data in found:
-            self.keep(hash, data, "", room or Room())
+            self.keep(hash, data, "", room or Reservation())
 
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
         return [(hash, self._held[hash]) for hash in hashes]
@@ -118,15 +120,15 @@ class SimBlobs:
     def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]:
         return self.cache.pinned(hashes)
 
-    async def sheet(self, hash: bytes) -> Sheet:
+    async def manifest(self, hash: bytes) -> ChunkManifest:
         data = self._held[hash]
-        if hash not in self._sheets:
+        if hash not in self._manifests:
             size = len(data)
             spans = [span(size, i) for i in range(count(size))]
-            self._sheets[hash] = Sheet.of(size, (data[at : at + n] for at, n in spans))
-        return self._sheets[hash]
+            self._manifests[hash] = ChunkManifest.of(size, (data[at : at + n] for at, n in spans))
+        return self._manifests[hash]
 
-    def know_sheet(self, hash: bytes, sheet: Sheet) -> None:
+    def know_manifest(self, hash: bytes, manifest: ChunkManifest) -> None:
         pass
 
     def part(self, size: int) -> SimPart:
@@ -150,7 +152,7 @@ class SimPart:
     async def hashed(self) -> bytes:
         return hashlib.sha256(self._data).digest()
 
-    async def keep(self, hash: bytes, hold: str, room: Room) -> None:
+    async def keep(self, hash: bytes, hold: str, room: Reservation) -> None:
         await asyncio.sleep(0.001)
         self._blobs.keep(hash, bytes(self._data), hold, room)
 
@@ -179,7 +181,7 @@ class SimProcesses:
 class SimAttempt:
     plain = False
 
-    def __init__(self, workshop: SimWorkshop, work: Work) -> None:
+    def __init__(self, workshop: SimLauncher, work: Work) -> None:
         self.work = work
         self._workshop = workshop
 
@@ -238,7 +240,7 @@ class SimAttempt:
         return "", ""
 
 
-class SimWorkshop:
+class SimLauncher:
     """Where attempts run, and who looks on."""
 
     pid = 0

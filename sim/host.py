@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from valence.master.queue import Sites
-from valence.peer.journal_storage import JournalStorage
-from valence.peer.outbox_storage import OutboxStorage
+from valence.peer.journal_storage import SqliteJournalStorage
+from valence.peer.outbox_storage import SqliteOutboxStorage
 from valence.protocols.config import Config
 from valence.protocols.consensus.placement import QUEUED
-from valence.protocols.data.cache import Room as CacheRoom
+from valence.protocols.data.cache import Reservation as CacheRoom
 from valence.protocols.data.transfer import Transfer, Unavailable
 from valence.protocols.engine.enactment import Enactment
 from valence.protocols.engine.home import Home
@@ -38,7 +38,7 @@ from valence.protocols.wire.messages import (
 from valence.protocols.wire.rpc import CallFailed
 
 from .disk import Platter, SimDatabase
-from .files import SimBlobs, SimWorkshop
+from .files import SimBlobs, SimLauncher
 from .loop import Life
 from .network import Network, SimPeer
 
@@ -112,14 +112,14 @@ class Host:
             self.clock,
             random.Random(rng.getrandbits(64)),
         )
-        self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
+        self.workshop = SimLauncher(self.blobs, self.transfer, rng)
         self.enactment = Enactment(
             rpc=peer.rpc,
             members=peer.members,
             liveness=peer.liveness,
             records=peer.records,
-            journals=JournalStorage(self.database, self.clock),
-            outbox=OutboxStorage(self.database, self.clock),
+            journals=SqliteJournalStorage(self.database, self.clock),
+            outbox=SqliteOutboxStorage(self.database, self.clock),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=self.workshop,

@@ -101,7 +101,7 @@ class Ledger:
         self.stories: dict[tuple[str, int], _Story] = defaultdict(_Story)  # by name and era
         self.keys: dict[str, str] = {}  # of submissions that were acknowledged → workflow
         self.births: dict[str, int] = {}
-        self.twins: set[str] = set()
+        self.duplicates: set[str] = set()
         self.ran: Counter[tuple[AttemptKey, bytes, int]] = Counter()
         self.served: dict[str, Files] = {}
         self.lax = False  # a majority may be lost for good: what only it knew may be
@@ -136,8 +136,8 @@ class Ledger:
         each has its own journal, and only that is looked at. A home that goes on without a
         majority begins a line of its own, too: what its copy does not have is gone there."""
         if self.births.setdefault(workflow, birth) != birth:
-            self.twins.add(workflow)
-            self.counts["twins"] = len(self.twins)
+            self.duplicates.add(workflow)
+            self.counts["duplicates"] = len(self.duplicates)
             return self.stories[f"{workflow}@{birth}", era]
         if era and (workflow, era) not in self.stories:
             self.counts["forced"] += 1
@@ -252,7 +252,7 @@ class Ledger:
     def begins(self, host: Host, work: Work) -> None:
         """An attempt has its inputs and begins to run."""
         self.counts["attempts"] += 1
-        if work.key.workflow in self.twins:
+        if work.key.workflow in self.duplicates:
             return
         key = work.key
         story = self.stories[key.workflow, forced(work.epoch)]
@@ -291,7 +291,7 @@ class Ledger:
 
     def lets_go(self, host: Host, ended: Outcome) -> None:
         """An executing peer forgets an outcome, as its home has it."""
-        if ended.key.workflow in self.twins:
+        if ended.key.workflow in self.duplicates:
             return
         by = site_id(host.site) if is_queued(ended.key.workflow) else host.id
         given = (ended.key.task, ended.key.number, by, ended.epoch)
@@ -308,12 +308,12 @@ class Ledger:
         if key is None:
             return
         first = self.keys.setdefault(key, workflow)
-        if first != workflow and not {first, workflow} & self.twins:
+        if first != workflow and not {first, workflow} & self.duplicates:
             raise Violation(f"{key} was submitted twice, and is {first} and {workflow}")
 
     def tells(self, workflow: str, state: str) -> None:
         """A user is told how a workflow ended."""
-        if state not in FINAL or workflow in self.twins:
+        if state not in FINAL or workflow in self.duplicates:
             return
         if not any(line.ended == state for line in self.lines(workflow)):
             raise Violation(f"{workflow}: its user is told {state}, which was not agreed on")
@@ -322,7 +322,7 @@ class Ledger:
 
     def close(self) -> None:
         for workflow, tasks in self.acknowledged.items():
-            if workflow in self.twins:
+            if workflow in self.duplicates:
                 continue
             lines = self.lines(workflow)  # (that they came to an end the world has seen to)
             story = lines[0]
@@ -339,7 +339,7 @@ class Ledger:
 
         So what users were told stays true: an end that a majority agreed on holds against all that
         a home without one may have made of it."""
-        if workflow in self.twins:
+        if workflow in self.duplicates:
             return
         story = self.lines(workflow)[0]
         if (view["state"], view["ended_at"]) != (story.ended, story.ended_at):

@@ -17,16 +17,16 @@ import valence.protocols.consensus.lines
 import valence.protocols.consensus.replica
 import valence.protocols.engine.decisions
 import valence.protocols.engine.judge
-from valence.peer.journal_storage import JournalStorage
+from valence.peer.journal_storage import SqliteJournalStorage
 from valence.protocols.capacity.admission import Admission
 from valence.protocols.consensus.archive import Archive
 from valence.protocols.consensus.election import Elections
 from valence.protocols.consensus.keeping import Keeping
-from valence.protocols.consensus.lines import Line, Lines
-from valence.protocols.consensus.membership_change import Tending
+from valence.protocols.consensus.lines import History, Lines
+from valence.protocols.consensus.membership_change import MembershipChange
 from valence.protocols.consensus.placement import new_id
 from valence.protocols.consensus.replica import Replica, forced
-from valence.protocols.engine.answers import Answers, Problem, _Document
+from valence.protocols.engine.answers import Answers, ApiError, _Document
 from valence.protocols.engine.decisions import Decision
 from valence.protocols.engine.executor import Executor
 from valence.protocols.engine.gangs import Mending
@@ -186,12 +186,12 @@ def keepers_are_swapped_at_once() -> list[Patch]:
         if keepers != replica.keepers:
             self._keeping.changes(replica.workflow, keepers)
 
-    return [(Tending, "_tend", tend)]
+    return [(MembershipChange, "_tend", tend)]
 
 
 @mutant
 def what_was_given_up_leaves_no_promise() -> list[Patch]:
-    statements = JournalStorage._statements
+    statements = SqliteJournalStorage._statements
 
     def forgetful(self: Any, one: Any) -> Any:
         found = statements(self, one)
@@ -199,7 +199,7 @@ def what_was_given_up_leaves_no_promise() -> list[Patch]:
             found.append(("delete from copies where workflow = ?", (one.workflow,)))
         return found
 
-    return [(JournalStorage, "_statements", forgetful)]
+    return [(SqliteJournalStorage, "_statements", forgetful)]
 
 
 @mutant
@@ -240,7 +240,7 @@ def outcomes_are_acknowledged_early() -> list[Patch]:
     async def hasty(self: Any, id: str) -> bool:
         return True
 
-    return [(Reception, "counts_now", hasty)]
+    return [(Reception, "is_committed", hasty)]
 
 
 @mutant
@@ -383,7 +383,7 @@ def two_lines_of_a_workflow_never_meet() -> list[Patch]:
 @mutant
 @where(majority_lost_s=10.0)
 def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
-    def holds(line: Line, other: Line) -> bool:
+    def holds(line: History, other: History) -> bool:
         return line.era > other.era
 
     return [(valence.protocols.consensus.lines, "holds", holds)]
@@ -437,7 +437,7 @@ def keys_are_answered_for_before_they_count() -> list[Patch]:
         await self._home.created(run.id)
         found = self._home.journal.document(run.id)
         if found is None:
-            raise Problem(503, "changing its home")
+            raise ApiError(503, "changing its home")
         return _Document(hash=str(found[1].get("document", "")))
 
     return [(Answers, "_document", rash)]

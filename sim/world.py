@@ -23,7 +23,7 @@ from typing import Any
 from valence.protocols.config import LAN, Config
 from valence.protocols.consensus.placement import is_queued
 from valence.protocols.consensus.replica import majority, shown
-from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.answers import ApiError
 from valence.protocols.strategies.tickets.service import TicketsService
 from valence.protocols.wire.messages import (
     Ask,
@@ -121,7 +121,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Report:
+class WorldReport:
     seed: int
     violation: str = ""
     virtual_s: float = 0.0
@@ -308,7 +308,7 @@ class World:
 
     # ----------------------------------------------------------------- the run
 
-    async def run(self) -> Report:
+    async def run(self) -> WorldReport:
         plan = self.plan
         logging.getLogger("valence").setLevel(logging.CRITICAL)
         asyncio.get_running_loop().set_exception_handler(self._unheard)
@@ -342,7 +342,7 @@ class World:
         for task in (*tasks, *self._users):
             task.cancel()
         await asyncio.gather(*tasks, *self._users, return_exceptions=True)
-        return Report(
+        return WorldReport(
             plan.seed,
             str(self._broken or ""),
             self._now(),
@@ -637,7 +637,7 @@ class World:
             return None
         try:
             return await host.do(work, limit_s)
-        except Problem as problem:
+        except ApiError as problem:
             self._problem = f"{problem.status}: {problem.detail}"
             if problem.status not in (404, 409, 503, 507):
                 self._fail(f"a user is told {problem.status}: {problem.detail}")
@@ -924,6 +924,6 @@ class World:
         host.database.full = False
 
 
-async def simulate(plan: Plan) -> Report:
+async def simulate(plan: Plan) -> WorldReport:
     random.seed(plan.seed)
     return await World(plan).run()

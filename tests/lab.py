@@ -18,7 +18,7 @@ from valence.protocols.capacity.door import Door, Guest
 from valence.protocols.config import LAN
 from valence.protocols.strategies.base import Placed, Unit
 from valence.protocols.strategies.registry import MADE_BY
-from valence.protocols.strategies.service import Context, Files
+from valence.protocols.strategies.service import Context, FileEvents
 from valence.protocols.wire.messages import (
     AttemptKey,
     Capacity,
@@ -54,7 +54,7 @@ class Bench(Guest, SimPeer):
         self.door.open(self)
         context = Context(
             self.rpc, self.members, self.liveness, lab.now, self.rng, LAN, self.door,
-            Files(dict), self._placed, lambda unit: unit.runtime_s,
+            FileEvents(dict), self._placed, lambda unit: unit.runtime_s,
         )  # fmt: skip
         self.service = MADE_BY[lab.strategy](context)
         self.strategy = self.service.strategy

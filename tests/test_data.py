@@ -19,11 +19,11 @@ from sim.disk import Platter
 from sim.files import SimBlobs
 from sim.loop import run
 from sim.network import Faults, Network, SimPeer, cluster
-from valence.protocols.data.cache import Cache, QuotaFull, Room
+from valence.protocols.data.cache import Cache, QuotaFull, Reservation
 from valence.protocols.data.chunk_manifest import (
     CHUNK_BYTES_MIN,
+    ChunkManifest,
     Chunks,
-    Sheet,
     chunk_bytes,
     count,
     span,
@@ -77,7 +77,7 @@ def at(count: int, scenario: Callable[[Site], Awaitable[None]], seed: int = 5) -
     run(play())
 
 
-# --------------------------------------------------------------------------- sheets and chunks
+# --------------------------------------------------------------------------- chunk_manifest and chunks
 
 
 def test_chunks_are_the_same_everywhere_and_never_too_many() -> None:
@@ -91,7 +91,7 @@ def test_chunks_are_the_same_everywhere_and_never_too_many() -> None:
     some = Chunks(9, b"\x05")
     assert [i for i in range(9) if i in some] == [0, 2]
     with pytest.raises(ValueError):
-        Sheet(3 * MIB, b"short")
+        ChunkManifest(3 * MIB, b"short")
 
 
 # --------------------------------------------------------------------------- the cache
@@ -103,13 +103,13 @@ def test_the_quota_is_never_exceeded_and_what_is_needed_never_goes() -> None:
         cache = Cache(1000, 1000)
         gone: list[bytes] = []
         cache.on_evict = gone.append
-        rooms: list[Room] = []
+        rooms: list[Reservation] = []
         pins: list[bytes] = []
         for step in range(60):
             hash = bytes([step])
             what = rng.random()
             if what < 0.5:
-                room = Room()
+                room = Reservation()
                 size = rng.randint(1, 400)
                 try:
                     cache.take(size, room)
@@ -184,7 +184,7 @@ def test_a_wrong_chunk_is_found_out_counted_and_fetched_elsewhere() -> None:
     async def scenario(site: Site) -> None:
         hash = await site.blobs[0].put(data)
         await site.blobs[1].put(data)
-        await site.blobs[0].sheet(hash)
+        await site.blobs[0].manifest(hash)
         bad = bytearray(data)
         bad[3 * MIB + 7] ^= 1
         site.blobs[0]._held[hash] = bytes(bad)
@@ -203,7 +203,7 @@ def test_a_sheet_that_lies_is_thrown_away_with_its_teller() -> None:
     async def scenario(site: Site) -> None:
         hash = await site.blobs[0].put(data)
         await site.blobs[1].put(data)
-        site.blobs[0]._held[hash] = other  # and its sheet is made of that
+        site.blobs[0]._held[hash] = other  # and its manifest is made of that
         file = File("f", hash, len(data), site.ids(0))
         await site.transfers[1].announce(hash)
         await site.transfers[2].fetch(file)
@@ -264,7 +264,7 @@ def test_bytes_are_counted_by_where_they_were() -> None:
         found = await site.transfers[1].fetch_all(files)
         assert found.moved == (100_000, 200_000, 0)
 
-        async def from_origin(file: File, hold: str, room: Room) -> None:
+        async def from_origin(file: File, hold: str, room: Reservation) -> None:
             site.blobs[1].keep(file.hash, b"o" * 500, hold, room)
 
         site.transfers[1].from_origin = from_origin
@@ -288,7 +288,7 @@ def test_a_peer_that_does_not_know_the_holder_yet_leaves_the_origin_in_peace() -
         asked: list[str] = []
         other = data_of(500, 4)
 
-        async def from_origin(file: File, hold: str, room: Room) -> None:
+        async def from_origin(file: File, hold: str, room: Reservation) -> None:
             asked.append(file.url)
             blobs.keep(file.hash, other, hold, room)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from valence.peer import nursery
-from valence.peer.blobs import Blobs, QuotaFull, TooLarge, WrongHash
+from valence.peer.blobs import DiskBlobs, QuotaFull, TooLarge, WrongHash
 from valence.peer.database import Database
-from valence.peer.processes import Processes, StartFailed
+from valence.peer.processes import LocalProcesses, StartFailed
 from valence.peer.removal import remove_tree
 from valence.protocols.ports import DatabaseError, NurseryGone
 
 
-def store(path: Path, quota: int = 1_000_000) -> Blobs:
-    blobs = Blobs(path, quota, 500_000)
+def store(path: Path, quota: int = 1_000_000) -> DiskBlobs:
+    blobs = DiskBlobs(path, quota, 500_000)
     blobs.room_s = 0.1
     return blobs
 
@@ -160,7 +160,7 @@ async def test_who_waits_for_room_gets_it_when_another_is_done(tmp_path: Path) -
 
 
 async def test_what_never_fits_is_refused_at_once(tmp_path: Path) -> None:
-    blobs = Blobs(tmp_path, 1000, 500_000)
+    blobs = DiskBlobs(tmp_path, 1000, 500_000)
     began = time.monotonic()
     with pytest.raises(QuotaFull, match="can come free"):
         async with blobs.make_room(1001):
@@ -196,12 +196,12 @@ def test_trees_that_resist_are_removed_and_nothing_outside_is_touched(tmp_path: 
 # --------------------------------------------------------------------------- the nursery
 
 
-async def processes(tmp_path: Path) -> tuple[Processes, int]:
+async def processes(tmp_path: Path) -> tuple[LocalProcesses, int]:
     channel, pid = nursery.start()
-    return Processes(channel, tmp_path), pid
+    return LocalProcesses(channel, tmp_path), pid
 
 
-def spawn(found: Processes, tmp_path: Path, *argv: str):
+def spawn(found: LocalProcesses, tmp_path: Path, *argv: str):
     environment = {"PATH": os.environ["PATH"]}
     log = tmp_path / f"log-{found.spawned}"
     return found.spawn(argv, str(tmp_path), False, environment, str(log), 1000, 10**9)

@@ -24,7 +24,7 @@ from valence.protocols.engine.journal import Journal, recorded
 from valence.protocols.engine.runs import rebuilt
 from valence.protocols.strategies import registry
 from valence.protocols.wire import codec
-from valence.protocols.wire.codec import Kind
+from valence.protocols.wire.codec import FrameKind
 from valence.protocols.wire.entries import BY_KIND, read
 from valence.protocols.wire.messages import BY_NUMBER, Entry, Message
 
@@ -101,7 +101,7 @@ def ours() -> list[type[Message]]:
 
 
 def encoded(cls: type[Message]) -> bytes:
-    return codec.encode(Kind.REQUEST, 7, message(cls))
+    return codec.encode(FrameKind.REQUEST, 7, message(cls))
 
 
 def goldens() -> list[tuple[int, str, bytes]]:
@@ -180,7 +180,7 @@ def journals() -> dict[str, list[Entry]]:
 
 
 class Kept:
-    """A shelf that has just these."""
+    """A directory that has just these."""
 
     def __init__(self, rows: list[Entry]) -> None:
         self._rows = rows

@@ -33,19 +33,19 @@ from sim.world import Plan, World
 from tests.conftest import Cluster
 from valence.display import Display
 from valence.peer import nursery
-from valence.peer.attempt import Attempt, Limits, TaskFailed, Unseen, usage_below
-from valence.peer.blobs import Blobs, is_plain, open_plain
+from valence.peer.attempt import Limits, LocalAttempt, TaskFailed, Unseen, usage_below
+from valence.peer.blobs import DiskBlobs, is_plain, open_plain
 from valence.peer.database import Database
-from valence.peer.journal_storage import JournalStorage
+from valence.peer.journal_storage import SqliteJournalStorage
 from valence.peer.main import _Plain as plain_log
-from valence.peer.processes import Processes, read_reply
+from valence.peer.processes import LocalProcesses, read_reply
 from valence.peer.removal import remove_tree
 from valence.peer.tokens import PILOT, BadToken, PilotToken, Tokens, make
 from valence.peer.users import NoUsers, Users
 from valence.peer.worker import Imported, read_sources
 from valence.protocols.capacity.admission import Admission
 from valence.protocols.config import LAN
-from valence.protocols.consensus.lines import Line, holds
+from valence.protocols.consensus.lines import History, holds
 from valence.protocols.consensus.placement import (
     Where,
     crowding,
@@ -64,7 +64,7 @@ from valence.protocols.consensus.replica import (
 )
 from valence.protocols.consensus.storage import Write
 from valence.protocols.data.cache import Cache, QuotaFull
-from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.answers import ApiError
 from valence.protocols.engine.policies import STEPS_IN_ALL_MAX, STEPS_MAX, Policies, policy_problem
 from valence.protocols.engine.reception import Reception
 from valence.protocols.engine.run import Run
@@ -280,7 +280,7 @@ def test_what_can_not_be_looked_at_is_not_taken_for_nothing(tmp_path: Path) -> N
 
 async def test_a_blob_is_what_it_was_hashed_as_whoever_goes_on_writing(tmp_path: Path) -> None:
     """A call kept its value open, and wrote to it when it was another owner's input."""
-    blobs = Blobs(tmp_path / "blobs", 2**30, 2**30)
+    blobs = DiskBlobs(tmp_path / "blobs", 2**30, 2**30)
     path = tmp_path / "value"
     with path.open("wb") as kept:
         kept.write(b"good")
@@ -329,9 +329,9 @@ def test_a_reply_that_lies_is_the_calls_failure(reply: Any) -> None:
 # --------------------------------------------------------------------------- whose processes
 
 
-def processes(tmp_path: Path, **more: Any) -> Processes:
+def processes(tmp_path: Path, **more: Any) -> LocalProcesses:
     channel, _ = nursery.start()
-    return Processes(channel, tmp_path, **more)
+    return LocalProcesses(channel, tmp_path, **more)
 
 
 async def test_no_two_owners_share_a_worker(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ async def test_a_workers_memory_has_nothing_of_the_daemons(
     (tmp_path / "scan.py").write_text(SCAN)
     monkeypatch.syspath_prepend(str(tmp_path))
     channel, _ = nursery.start(apart)
-    found = Processes(channel, tmp_path)
+    found = LocalProcesses(channel, tmp_path)
     worker = await found.worker("ada")
     digest = hashlib.sha256(secret.encode()).hexdigest()
     request = {
@@ -678,16 +678,18 @@ def test_keepers_are_on_machines_and_sites_of_their_own_where_there_are_such() -
 
 def test_of_two_lines_both_sides_choose_the_same() -> None:
     kinds = [(False, False), (True, False), (True, True)]
-    lines = [Line(over, era, void) for over, void in kinds for era in (0, 3, 7)]
+    lines = [History(over, era, void) for over, void in kinds for era in (0, 3, 7)]
     for a in lines:
         for b in lines:
             if a.era != b.era:
                 assert holds(a, b) != holds(b, a)
-    assert holds(Line(True, 0), Line(False, 7)), "an agreed end holds against a forced home"
-    assert holds(Line(True, 0), Line(True, 7))
-    assert holds(Line(False, 7), Line(False, 0))
-    for other in (Line(False, 0), Line(True, 3)):
-        assert holds(other, Line(True, 7, void=True)), "what nobody was told of holds against none"
+    assert holds(History(True, 0), History(False, 7)), "an agreed end holds against a forced home"
+    assert holds(History(True, 0), History(True, 7))
+    assert holds(History(False, 7), History(False, 0))
+    for other in (History(False, 0), History(True, 3)):
+        assert holds(other, History(True, 7, void=True)), (
+            "what nobody was told of holds against none"
+        )
 
 
 def test_half_a_submission_goes_on_nowhere_and_makes_way() -> None:
@@ -727,7 +729,7 @@ def test_who_made_way_for_a_namesake_never_votes_for_what_broke_off(tmp_path: Pa
 
     async def scenario() -> None:
         database = Database(tmp_path / "peer.db")
-        storage = JournalStorage(database, time.time)
+        storage = SqliteJournalStorage(database, time.time)
         birth, other = next_epoch(0, b"a" * 20), next_epoch(0, b"b" * 20)
         await storage.write([Write("w", birth, forget=True, voided=birth)])
         left = storage.remains("w")
@@ -815,7 +817,7 @@ async def test_who_gives_up_a_forced_line_remembers_what_it_had_before(tmp_path:
     first, era = next_epoch(0, b"a" * 20), forced_epoch(0, b"b" * 20)
     assert era is not None
     database = Database(tmp_path / "peer.db")
-    storage = JournalStorage(database, time.time)
+    storage = SqliteJournalStorage(database, time.time)
     try:
         entries = tuple(Entry(seq, first, 0.0, "x", b"") for seq in range(5))
         await storage.write([Write("w", first, None, entries)])
@@ -1059,7 +1061,7 @@ def test_while_its_keepers_are_away_every_peer_says_so_within_two_seconds(
                     view = await host.do(answer, 30.0)
                     said = view["blocked"]
                     assert question == "workflow", "a cancel that can't count is not acknowledged"
-                except Problem as problem:
+                except ApiError as problem:
                     said = problem.detail
                     assert problem.status == 503
                 assert re.search("2 of the 3 peers that keep its journal (are|do not)", said), said
@@ -1155,9 +1157,9 @@ def test_an_output_is_the_tasks_own_also_if_a_link_takes_its_place(tmp_path: Pat
     (tmp_path / "task" / "out" / "f").write_text("mine")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "f").write_text("the peer's")
-    attempt = Attempt.__new__(Attempt)
+    attempt = LocalAttempt.__new__(LocalAttempt)
     attempt._place = str(tmp_path / "task")
-    attempt._blobs = Blobs(tmp_path / "blobs", 2**30, 2**30)
+    attempt._blobs = DiskBlobs(tmp_path / "blobs", 2**30, 2**30)
     assert attempt._checked("out/f") is None
     (tmp_path / "task" / "out").rename(tmp_path / "task" / "was")
     (tmp_path / "task" / "out").symlink_to(tmp_path / "secret")

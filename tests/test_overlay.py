@@ -20,7 +20,7 @@ from valence.protocols.overlay.chord import NEAR, SIZE, Circle, Ring, RingLookup
 from valence.protocols.overlay.lookup import Lookup
 from valence.protocols.overlay.overlays import MADE_BY, far
 from valence.protocols.overlay.table import Table, distance
-from valence.protocols.records import Store, key_of
+from valence.protocols.records import RecordStore, key_of
 from valence.protocols.wire.messages import (
     Contact,
     Done,
@@ -32,7 +32,7 @@ from valence.protocols.wire.messages import (
     Refusal,
     Vacancy,
 )
-from valence.protocols.wire.rpc import Refused, Rpc, Unreachable
+from valence.protocols.wire.rpc import PeerUnreachable, Refused, Rpc
 
 
 def contact(number: int) -> Contact:
@@ -255,7 +255,7 @@ def test_a_call_runs_at_most_once_however_often_it_is_repeated(seed: int) -> Non
             try:
                 await a.rpc.call(b.contact, Leave(member=a.members.me), Done, 6.0)
                 answered += 1
-            except Unreachable:
+            except PeerUnreachable:
                 pass
         repeats = a.rpc.counts.repeats
         await a.close()
@@ -271,7 +271,7 @@ def test_a_call_runs_at_most_once_however_often_it_is_repeated(seed: int) -> Non
 def test_a_call_to_nobody_fails_in_its_time_and_leaks_nothing() -> None:
     async def scenario() -> None:
         a = SimPeer(Network(1), 0)
-        with pytest.raises(Unreachable):
+        with pytest.raises(PeerUnreachable):
             await a.rpc.call(contact(9), Ping(digest=0), Done, 2.0)
         assert asyncio.get_running_loop().time() == pytest.approx(2.0)
         task = asyncio.ensure_future(a.rpc.call(contact(9), Ping(digest=0), Done, 2.0))
@@ -660,7 +660,7 @@ def record(version: int, value: bytes, ttl_s: float = 100.0, owner: int = 1) -> 
 
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
-    store = Store(LAN)
+    store = RecordStore(LAN)
     store.put(record(2, b"new"), 0.0)
     store.put(record(1, b"old", ttl_s=500), 1.0)
     assert [r.value for r in store.get(bytes(20), 2.0)] == [b"new"]
@@ -670,7 +670,7 @@ def test_an_older_version_never_replaces_a_newer_one() -> None:
 
 
 def test_records_are_bounded() -> None:
-    store = Store(LAN)
+    store = RecordStore(LAN)
     for owner in range(256):
         key_owner = owner.to_bytes(20, "big")
         row = Record(key=bytes(20), owner=key_owner, version=1, ttl_s=10, value=b"")

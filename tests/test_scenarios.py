@@ -76,7 +76,7 @@ class Story:
         self.clock = 100.0
         self.absent: set[bytes] = set()
         self.able = {peer(name) for name in "abc"}
-        self.pending: deque[effects.Committed | None] = deque()
+        self.pending: deque[effects.WhenCommitted | None] = deque()
         self.units: dict[str, Unit] = {}
 
     # ----------------------------------------------------------------- what a decision asks
@@ -218,7 +218,7 @@ class Story:
             case effects.Withdraw(keys):
                 if keys:
                     yield f"withdraw {' '.join(map(self._unit, keys))}"
-            case effects.Abort(peer, keys):
+            case effects.AbortAttempts(peer, keys):
                 yield f"abort {' '.join(map(self._unit, keys))} at {letter(peer)}"
             case effects.Retry(task, wait_s):
                 yield f"try {task} again after {wait_s:g} s"

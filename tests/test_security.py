@@ -24,7 +24,7 @@ from valence.peer import limits as doors
 from valence.peer import sandbox, tokens
 from valence.peer.daemon import FAILURES_MAX
 from valence.peer.http import STREAMS_PER_OWNER_MAX
-from valence.peer.limits import Doors, Rates
+from valence.peer.limits import ConnectionLimits, Rates
 from valence.peer.seal import Dropped, Seal
 
 
@@ -190,7 +190,7 @@ async def test_silent_and_surplus_connections_are_closed(monkeypatch) -> None:
     monkeypatch.setattr(doors, "SWEEP_S", 0.05)
     monkeypatch.setattr(doors, "CONNECTIONS_PER_ADDRESS_MAX", 20)
     counts: Counter[str] = Counter()
-    made = Doors(asyncio.Protocol, counts)
+    made = ConnectionLimits(asyncio.Protocol, counts)
     server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]

@@ -16,10 +16,10 @@ import pytest
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
 from sim.world import FAULTS, Plan, World
-from valence.protocols.consensus.keeping import Lead
-from valence.protocols.consensus.membership_change import Tending
+from valence.protocols.consensus.keeping import Leadership
+from valence.protocols.consensus.membership_change import MembershipChange
 from valence.protocols.consensus.replica import Replica, next_epoch
-from valence.protocols.engine.answers import Problem
+from valence.protocols.engine.answers import ApiError
 from valence.protocols.engine.home import Home
 from valence.protocols.engine.run import Run
 from valence.protocols.strategies.base import Placed
@@ -154,7 +154,9 @@ def test_a_workflow_that_is_over_at_once_is_not_taken_for_lost() -> None:
                 d.get(workflow) for d in (enactment.keeping.replicas, enactment.keeping.leads)
             )
             if copy is not None and lead is not None and copy.over:
-                enactment.tending._tend(copy, lead)  # as if another journal had just called it
+                enactment.membership_change._tend(
+                    copy, lead
+                )  # as if another journal had just called it
                 waits.append(asyncio.ensure_future(enactment.keeping.kept(workflow)))
 
         enactment.keeping.on_committed = committed
@@ -184,7 +186,7 @@ def test_what_is_put_away_of_a_failed_submission_takes_no_later_one_with_it() ->
             return await host.do(gateway.submit(text, {"idempotency": "k"}, "me", False), 10.0)
 
         host.database.full = True
-        with pytest.raises(Problem) as refused:
+        with pytest.raises(ApiError) as refused:
             await submit()
         assert refused.value.status == 507
         host.database.full = False
@@ -192,7 +194,7 @@ def test_what_is_put_away_of_a_failed_submission_takes_no_later_one_with_it() ->
             try:
                 id, _ = await submit()
                 break
-            except Problem as problem:
+            except ApiError as problem:
                 assert problem.status == 503
                 await asyncio.sleep(0.01)
         await asyncio.sleep(2.0)
@@ -266,20 +268,22 @@ def test_who_was_asked_in_and_can_not_keep_a_journal_is_left_out_again() -> None
     a, b, c, x = (bytes([n]) * 20 for n in range(4))
     replica = Replica("w", count=6, starts=[(0, 1 << 32)], committed=5)
     replica.configs = [(0, (a, b, c)), (5, (a, b, c, x))]
-    lead = Lead(1 << 32)
+    lead = Leadership(1 << 32)
     here = {a, b, c, x}
-    tending = Tending.__new__(Tending)
-    tending._keeping = SimpleNamespace(members=SimpleNamespace(is_here=here.__contains__))  # type: ignore[assignment]
-    assert tending._undone(replica, lead) == (), "it may still answer"
+    membership_change = MembershipChange.__new__(MembershipChange)
+    membership_change._keeping = SimpleNamespace(members=SimpleNamespace(is_here=here.__contains__))  # type: ignore[assignment]
+    assert membership_change._undone(replica, lead) == (), "it may still answer"
     lead.strangers.add(x)
-    assert tending._undone(replica, lead) == (a, b, c)
+    assert membership_change._undone(replica, lead) == (a, b, c)
     lead.strangers.clear()
     here.discard(x)
-    assert tending._undone(replica, lead) == (a, b, c)
+    assert membership_change._undone(replica, lead) == (a, b, c)
     replica.committed = 0
-    assert tending._undone(replica, lead) == (), "the set before may not be the one that counts"
+    assert membership_change._undone(replica, lead) == (), (
+        "the set before may not be the one that counts"
+    )
     replica.committed, replica.configs = 5, [(0, (a, b, c)), (5, (a, b))]
-    assert tending._undone(replica, lead) == (), "one that was let go is not brought back"
+    assert membership_change._undone(replica, lead) == (), "one that was let go is not brought back"
 
 
 def test_a_copy_that_stayed_behind_tells_nobody_that_it_is_out() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.papers.chemical.engine import Engine, id_of, react, task_molecule
-from bench.papers.chemical.space import STEP_S, Experiment, Node, Space
+from bench.papers.chemical.space import STEP_S, ChemicalSpace, Experiment, Node
 from sim.loop import run_out
 from valence.protocols.chemistry.molecules import Call, Compound, Solution, Symbol
 from valence.protocols.chemistry.notation import read_molecule, show
@@ -44,7 +44,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, nodes: int = 24, workflows: int = 3) -
     monkeypatch.setattr(Node, "_end", ended)
 
     async def scenario() -> None:
-        space = Space(Experiment(nodes, workflows, "paper"))
+        space = ChemicalSpace(Experiment(nodes, workflows, "paper"))
         results = space.results
         for node in space.nodes:
             entry = node.rpc.me.id
@@ -129,7 +129,7 @@ def test_section_3_3_3_a_level_that_is_not_ready_is_not_decomposed() -> None:
 def test_section_4_2_messages_are_proportional_to_tasks_and_fall_for_each_node() -> None:
     def measure(nodes: int, workflows: int) -> tuple[float, float]:
         async def scenario() -> tuple[float, float]:
-            found = await Space(Experiment(nodes, workflows, "paper")).run()
+            found = await ChemicalSpace(Experiment(nodes, workflows, "paper")).run()
             return found.per_task, found.messages / nodes
 
         return run_out(scenario())

@@ -22,9 +22,9 @@ import pytest
 from obstore.store import S3Store
 
 import valence.peer.storage
-from valence.peer.blobs import Blobs
+from valence.peer.blobs import DiskBlobs
 from valence.peer.settings import Settings
-from valence.peer.storage import Storage
+from valence.peer.storage import ExternalStorage
 from valence.protocols.ports import StorageError
 from valence.workflow.document import parse
 from valence.workflow.problems import DocumentError
@@ -139,9 +139,9 @@ def web() -> Iterator[Web]:
     found.close()
 
 
-def storage(path: Path, **settings: Any) -> tuple[Storage, Blobs]:
-    blobs = Blobs(path / "blobs-of-it", 100 << 20, 64 << 20)
-    return Storage(Settings(**settings), blobs), blobs
+def storage(path: Path, **settings: Any) -> tuple[ExternalStorage, DiskBlobs]:
+    blobs = DiskBlobs(path / "blobs-of-it", 100 << 20, 64 << 20)
+    return ExternalStorage(Settings(**settings), blobs), blobs
 
 
 async def test_s3_there_and_back(tmp_path: Path, s3: S3) -> None:

@@ -27,7 +27,7 @@ from valence.protocols.strategies.base import Placed, Unit
 from valence.protocols.strategies.probe.probe import Probe
 from valence.protocols.wire.codec import (
     VERSION,
-    Kind,
+    FrameKind,
     Malformed,
     decode,
     encode,
@@ -61,8 +61,8 @@ def contact(number: int) -> Contact:
 
 def test_messages_come_back_as_they_were() -> None:
     ask = Reserve(asks=(Room(needs=Needs(capacity=Capacity(millicores=500)), count=3),))
-    found = decode(encode(Kind.REQUEST, 7, ask))
-    assert (found.kind, found.id, found.message) == (Kind.REQUEST, 7, ask)
+    found = decode(encode(FrameKind.REQUEST, 7, ask))
+    assert (found.kind, found.id, found.message) == (FrameKind.REQUEST, 7, ask)
 
 
 def test_numbers_are_unique_and_kept() -> None:
@@ -80,7 +80,7 @@ def test_numbers_are_unique_and_kept() -> None:
 
 
 def test_fields_of_a_newer_version_are_passed_over() -> None:
-    data = encode(Kind.TELL, 0, Vacancy(free=Capacity(millicores=1)))
+    data = encode(FrameKind.TELL, 0, Vacancy(free=Capacity(millicores=1)))
 
     row = msgpack.unpackb(data)
     assert decode(msgpack.packb([*row, "new field"])).message == Vacancy(

@@ -28,7 +28,7 @@ from valence.protocols.strategies.tickets.config import TicketsConfig
 from valence.protocols.strategies.tickets.market import Market
 from valence.protocols.strategies.tickets.messages import Claim, Offer
 from valence.protocols.strategies.tickets.owner import Owner
-from valence.protocols.strategies.tickets.provider import Booth
+from valence.protocols.strategies.tickets.provider import TicketProvider
 from valence.protocols.strategies.tickets.space import NEAR, Space, depth
 from valence.protocols.wire.messages import (
     AttemptKey,
@@ -42,7 +42,7 @@ from valence.protocols.wire.messages import (
     Traits,
     Work,
 )
-from valence.protocols.wire.rpc import Unreachable
+from valence.protocols.wire.rpc import PeerUnreachable
 
 ONE = Needs(Capacity(millicores=1000))
 CELL = b"c" * 20
@@ -441,13 +441,13 @@ class Trader(Guest, SimPeer):
         self._following: set[asyncio.Task[None]] = set()
         self.runtime_s = 0.2
         self.tickets = Tickets(self.rpc, self.members, space, self.rng, config, self._on_placed)
-        self.booth = Booth(
+        self.provider = TicketProvider(
             self.rpc, self.members, space, self.rng, config, door.reserve, door.ticket
         )
-        door.on_room.append(self.booth.changed)
+        door.on_room.append(self.provider.changed)
         self._tasks += [
             asyncio.ensure_future(work)
-            for work in (self.owner.run(), self.tickets.run(), self.booth.run())
+            for work in (self.owner.run(), self.tickets.run(), self.provider.run())
         ]
 
     def _on_placed(self, batch: list[Placed]) -> None:
@@ -547,10 +547,10 @@ def test_an_idle_cluster_posts_no_tickets() -> None:
         peers[1].tickets.add(units(40))
         await until(lambda: len(finished(peers)) == 40)
         await asyncio.sleep(TicketsConfig().ticket_wanted_s + TicketsConfig().ticket_refresh_s + 5)
-        before = sum(p.booth.counts["tickets"] for p in peers)
+        before = sum(p.provider.counts["tickets"] for p in peers)
         assert not any(p.owner.markets for p in peers)
         await asyncio.sleep(120.0)
-        assert sum(p.booth.counts["tickets"] for p in peers) == before
+        assert sum(p.provider.counts["tickets"] for p in peers) == before
         for one in peers:
             await one.close()
 
@@ -723,7 +723,7 @@ def test_one_silent_owner_does_not_hold_up_claims_to_others() -> None:
 async def _silence(to: Contact, mute: bytes, call: Any, rest: Any, more: Any) -> Any:
     if to.id == mute and type(rest[0]).__name__ == "PostClaims":
         await asyncio.sleep(1.0)
-        raise Unreachable("no answer")
+        raise PeerUnreachable("no answer")
     return await call(to, *rest, **more)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import Client, Problem, Unreachable, Workflow
+    from .client import Client, Problem, Unreachable, WorkflowHandle
 
 _HERE = Path(__file__).parent
 if not (_HERE / "peer").exists():  # in a checkout the other packages lie beside this folder
     __path__.append(str(_HERE.parent))
 
-__all__ = ["Client", "Problem", "Unreachable", "Workflow"]
+__all__ = ["Client", "Problem", "Unreachable", "WorkflowHandle"]
 
 
 def __getattr__(name: str) -> Any:

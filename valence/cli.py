@@ -21,7 +21,7 @@ from valence.workflow.shown import plain
 from valence.workflow.strategies import names
 
 from . import local
-from .client import Client, Problem, Unreachable, Workflow
+from .client import Client, Problem, Unreachable, WorkflowHandle
 from .display import Display, Progress
 
 AWAY_S = 2.0
@@ -433,7 +433,7 @@ def _watch(options: argparse.Namespace, display: Display) -> int:
     return _follow(Client().workflow(options.id), options, display)
 
 
-def _view_when_there(workflow: Workflow, display: Display) -> dict[str, Any]:
+def _view_when_there(workflow: WorkflowHandle, display: Display) -> dict[str, Any]:
     """Who follows a workflow waits, also while too many of its keepers are away."""
     said = ""
     while True:
@@ -448,7 +448,7 @@ def _view_when_there(workflow: Workflow, display: Display) -> dict[str, Any]:
         time.sleep(AWAY_S)
 
 
-def _follow(workflow: Workflow, options: argparse.Namespace, display: Display) -> int:
+def _follow(workflow: WorkflowHandle, options: argparse.Namespace, display: Display) -> int:
     view = _view_when_there(workflow, display)
     progress = None if options.json else Progress(display, view)
     if progress is not None:

@@ -195,7 +195,7 @@ class Client:
         found: list[dict[str, Any]] = page["workflows"]
         return found
 
-    def workflow(self, id: str) -> Workflow:
+    def workflow(self, id: str) -> WorkflowHandle:
         """By its id, or the beginning of one that is unique among the latest."""
         try:
             self.request("GET", f"/v1/workflows/{quote(id, safe='')}")
@@ -206,7 +206,7 @@ class Client:
             if not id or len(matching) != 1:
                 raise
             id = matching[0]
-        return Workflow(self, id)
+        return WorkflowHandle(self, id)
 
     def submit(
         self,
@@ -217,7 +217,7 @@ class Client:
         strategy: str | None = None,
         key: str | None = None,
         wait_s: float = 0.0,
-    ) -> Workflow:
+    ) -> WorkflowHandle:
         """A file's path or a document as a value; files it names by `path` are uploaded.
 
         `wait_s`: return when it has ended, or after that long; `view()` is the newest seen."""
@@ -239,7 +239,7 @@ class Client:
         uploads: list[tuple[Path, str]],
         asked: dict[str, float | str | None],
         key: str | None,
-    ) -> Workflow:
+    ) -> WorkflowHandle:
         """What `submission.prepare` made of a document: its files first."""
         for path, hash in uploads:
             self.upload(path, hash)
@@ -248,7 +248,7 @@ class Client:
         if key:
             headers["Idempotency-Key"] = key
         view = self.request("POST", "/v1/workflows" + (f"?{query}" if query else ""), text, headers)
-        return Workflow(self, view["id"], view)
+        return WorkflowHandle(self, view["id"], view)
 
     def upload(self, path: Path, hash: str | None = None) -> str:
         hash = hash or hash_file(path)
@@ -258,7 +258,7 @@ class Client:
         return hash
 
 
-class Workflow:
+class WorkflowHandle:
     """A submitted workflow, seen through any peer."""
 
     def __init__(self, client: Client, id: str, seen: dict[str, Any] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from valence.protocols.engine.policies import policy_problem
 from valence.workflow import document, tree, wfformat
-from valence.workflow.problems import DocumentError, Problem
+from valence.workflow.problems import DocumentError, DocumentProblem
 
 from .client import hash_file
 
@@ -38,7 +38,7 @@ def prepare_text(text: bytes, base: Path) -> tuple[bytes, str, list[tuple[Path, 
             continue
         path = base / source["path"]
         if not path.is_file():
-            problems.append(Problem(f"/inputs/{name}/path", f"there is no file {path}"))
+            problems.append(DocumentProblem(f"/inputs/{name}/path", f"there is no file {path}"))
             continue
         hash = hash_file(path)
         value["inputs"][name] = {"blob": hash}

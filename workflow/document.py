@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from . import names, plan, quantities, strategies, tree
 from .foreach import Substitution, items, references
-from .model import Alternative, Needs, Reference, Source, Task, Workflow
+from .model import Alternative, Reference, Source, Task, TaskNeeds, Workflow
 from .problems import Path, Problems
 from .schema import (
     COMMAND_BYTES_MAX,
@@ -66,7 +66,7 @@ def from_value(
     rank_problem: Callable[[str], str | None] = lambda text: None,
 ) -> Workflow:
     """`policy_problem` and `rank_problem` say what is wrong with what is read by others."""
-    reader = _Reader(Problems(lines), client)
+    reader = _DocumentReader(Problems(lines), client)
     reader.policy_problem = policy_problem
     reader.rank_problem = rank_problem
     return reader.read(value)
@@ -82,8 +82,8 @@ def _quoted(name: str) -> str:
     )
 
 
-def _needs(found: NeedsDocument) -> Needs:
-    return Needs(
+def _needs(found: NeedsDocument) -> TaskNeeds:
+    return TaskNeeds(
         found.cpus,
         found.memory,
         found.disk,
@@ -133,7 +133,7 @@ def _is_plain(value: Any, known: set[int]) -> bool:
     return all(_is_plain(v, known) for v in (value if kind is list else value.values()))
 
 
-class _Reader:
+class _DocumentReader:
     def __init__(self, problems: Problems, client: bool) -> None:
         self.problems = problems
         self.client = client
@@ -319,7 +319,7 @@ class _Reader:
         variables: dict[str, Any],
         name: str,
         found: TaskDocument,
-        shared: tuple[Needs, int, bool],
+        shared: tuple[TaskNeeds, int, bool],
         path: Path,
     ) -> list[str]:
         """One task; or as many as run at different peers at once."""
@@ -395,7 +395,7 @@ class _Reader:
         task: str,
         template: str,
         found: TaskDocument,
-        shared: tuple[Needs, int, bool],
+        shared: tuple[TaskNeeds, int, bool],
         sub: Substitution,
         path: Path,
         gang: tuple[str, ...] = (),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class TaskNeeds:
     """What a task needs of a peer: integers that are used up, and attributes that must fit."""
 
     millicores: int = 1000
@@ -49,7 +49,7 @@ class Alternative:
 
     command: tuple[str, ...]
     env: Mapping[str, str]
-    needs: Needs
+    needs: TaskNeeds
     timeout_s: float | None
 
 
@@ -66,7 +66,7 @@ class Task:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    needs: Needs = Needs()
+    needs: TaskNeeds = TaskNeeds()
     runtime_s: float | None = None
     timeout_s: float | None = None
     retries: int = 0

@@ -17,7 +17,7 @@ TEXT_CHARS_MAX = 2000  # of a place, and of what is said of it
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DocumentProblem:
     place: str
     message: str
     line: int | None = None
@@ -30,7 +30,7 @@ class Problem:
 class DocumentError(ValueError):
     """A document that can't be run, with all the reasons."""
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, problems: tuple[DocumentProblem, ...]) -> None:
         self.problems = problems
         super().__init__("; ".join(map(str, problems[:3])))
 
@@ -48,7 +48,7 @@ class Problems:
 
     def __init__(self, lines: Mapping[str, int] | None = None) -> None:
         self._lines = lines or {}
-        self._found: list[Problem] = []
+        self._found: list[DocumentProblem] = []
         self._more = 0
         self._seen: set[tuple[str, str]] = set()
 
@@ -61,7 +61,7 @@ class Problems:
             self._more += 1
             return
         self._seen.add(once)
-        self._found.append(Problem(place, message, line or self._line(path)))
+        self._found.append(DocumentProblem(place, message, line or self._line(path)))
 
     def _line(self, path: Path) -> int | None:
         # the nearest enclosing place whose line is known: a missing key has none of its own
@@ -79,5 +79,5 @@ class Problems:
             return
         found = list(self._found)
         if self._more:
-            found.append(Problem("", f"{self._more} more problems are not listed"))
+            found.append(DocumentProblem("", f"{self._more} more problems are not listed"))
         raise DocumentError(tuple(found))

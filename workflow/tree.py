@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from .problems import DocumentError, Path, Problem, Problems, pointer
+from .problems import DocumentError, DocumentProblem, Path, Problems, pointer
 
 DOCUMENT_BYTES_MAX = 16 * 2**20
 DEPTH_MAX = 40
@@ -52,7 +52,7 @@ def read(text: str | bytes, json_only: bool = False) -> tuple[Any, dict[str, int
 
 
 def _whole(message: str, line: int | None = None) -> DocumentError:
-    return DocumentError((Problem("", message, line),))
+    return DocumentError((DocumentProblem("", message, line),))
 
 
 class _NotJson(ValueError):

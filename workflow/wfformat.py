@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import names, plan
-from .model import Needs, Source, Task, Workflow
+from .model import Source, Task, TaskNeeds, Workflow
 from .problems import Path, Problems
 from .schema import TASKS_MAX
 
@@ -53,7 +53,7 @@ def parse(value: dict[str, Any], time_scale: float = 1.0, size_scale: float = 1.
     if version not in VERSIONS:
         problems.add(("schemaVersion",), f"{version!r} is not read; 1.4, 1.5 and 1.6 are")
     problems.check()
-    reader = _Reader(problems)
+    reader = _InstanceReader(problems)
     body = reader.mapping(value["workflow"], ("workflow",))
     recorded = reader.v14(body) if version == "1.4" else reader.v15(body)
     if not recorded:
@@ -65,7 +65,7 @@ def parse(value: dict[str, Any], time_scale: float = 1.0, size_scale: float = 1.
     return _build(name[:200] or "instance", recorded, time_scale, size_scale, problems)
 
 
-class _Reader:
+class _InstanceReader:
     """Fields of an instance, each checked where it stands."""
 
     def __init__(self, problems: Problems) -> None:
@@ -239,7 +239,7 @@ def _build(
             inputs=tuple(map(files.__getitem__, task.inputs)),
             outputs=tuple(map(files.__getitem__, task.outputs)),
             after=tuple(task.parents),
-            needs=Needs(millicores=max(1, math.ceil(task.cores * 1000))),
+            needs=TaskNeeds(millicores=max(1, math.ceil(task.cores * 1000))),
             runtime_s=runtime_s,
             timeout_s=max(TIMEOUT_S_MIN, runtime_s * TIMEOUT_FACTOR),
         )

@@ -47,7 +47,7 @@ GangKey = tuple[bytes, int]  # its home, and the home's number for it
 
 
 @dataclass(slots=True)
-class _Gang:
+class _GangClaim:
     """What one gang wants here: a lease, which it has or waits for."""
 
     home: bytes
@@ -102,7 +102,7 @@ class Admission:
         self._config = config
         self._free = capacity
         self._leases: dict[int, _Lease] = {}
-        self._gangs: dict[GangKey, _Gang] = {}  # who was heard of longest ago first
+        self._gangs: dict[GangKey, _GangClaim] = {}  # who was heard of longest ago first
         self._running: dict[Hashable, tuple[Capacity, float]] = {}
         self._running_work = 0.0
         self._hand_back_at = math.inf  # no queued unit is to be handed back before
@@ -168,7 +168,7 @@ class Admission:
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
         gang = self._gangs.pop((home, tag.id), None)
         if gang is None:
-            gang = _Gang(home, room, tag, 0.0)
+            gang = _GangClaim(home, room, tag, 0.0)
             if len(self._gangs) >= self._config.gangs_max and not self._displaces(gang):
                 return Grant(refusal="busy: too many tasks that need several peers at once")
         gang.expires_at = now + self._config.lease_ttl_s
@@ -191,17 +191,17 @@ class Admission:
             self._wish(home, room.owner, now)
         return Grant(refusal=busy, held=room.hold)
 
-    def _displaces(self, gang: _Gang) -> bool:
+    def _displaces(self, gang: _GangClaim) -> bool:
         """An older one is never kept out by younger ones: the youngest of all goes."""
         youngest = max(self._gangs.values(), key=lambda g: g.order)
         return youngest.order > gang.order and self._disband(youngest.key)
 
-    def _fits(self, gang: _Gang) -> bool:
+    def _fits(self, gang: _GangClaim) -> bool:
         """Now. What is queued was promised to be soon, and goes first."""
         full = len(self._leases) >= self._config.leases_max
         return not self._queue and not full and slots(self._free, gang.room.needs.capacity) > 0
 
-    def _awaited(self) -> list[_Gang]:
+    def _awaited(self) -> list[_GangClaim]:
         """Gangs that hold, and have no lease yet: the oldest first. (There are seldom any.)"""
         if not self._gangs:
             return []
@@ -219,7 +219,7 @@ class Admission:
             found.append(gang.home)
         return found
 
-    def _make_way(self, gang: _Gang) -> None:
+    def _make_way(self, gang: _GangClaim) -> None:
         """Younger gangs that have not begun give their leases up, if that is enough."""
         having = [g for g in self._gangs.values() if g.lease and g.order > gang.order]
         having.sort(key=lambda g: g.order, reverse=True)

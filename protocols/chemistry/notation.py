@@ -77,11 +77,11 @@ class Program:
 
 def read(text: str) -> Program:
     """Definitions and `in`, or just a rule and `in`, before the solution; or nothing before it."""
-    return _Reader(text).program()
+    return _NotationReader(text).program()
 
 
 def read_rule(text: str) -> Rule:
-    reader = _Reader(text)
+    reader = _NotationReader(text)
     rule = reader.rule()
     reader.end()
     return rule
@@ -89,20 +89,20 @@ def read_rule(text: str) -> Rule:
 
 def read_rules(text: str) -> dict[str, Rule]:
     """Definitions alone: `let name = rule`, any number of them."""
-    reader = _Reader(text)
+    reader = _NotationReader(text)
     rules = reader.definitions()
     reader.end()
     return rules
 
 
 def read_molecule(text: str) -> Molecule:
-    reader = _Reader(text)
+    reader = _NotationReader(text)
     found = reader.molecule()
     reader.end()
     return found
 
 
-class _Reader:
+class _NotationReader:
     def __init__(self, text: str) -> None:
         if len(text) > TEXT_MAX:
             raise ChemistryError(f"longer than {TEXT_MAX:,} characters")

@@ -4,8 +4,8 @@ Memory holds nothing of them, the disks have them, and their keepers die like al
 keeper looks over its ended journals now and then, and a while after a peer was lost: those that
 lack one, and of whose keepers this peer is the first that is here, are taken up once more. It
 stands for home as for any journal; elected, it lets the lost keeper go and asks the next one in
-(`tending`), and lets go of the journal when all have it. A few at a time: the dead wait for their
-copies, the living come first.
+(`membership_change`), and lets go of the journal when all have it. A few at a time: the dead wait
+for their copies, the living come first.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ..wire.messages import Contact, Entry, Keep, Kept, Member, Slice, Stored
 from ..wire.rpc import CallFailed, Refused, Rpc
 from .placement import Where, spread, where, would_part
 from .replica import CONFIGS, Replica, forced, majority, next_epoch, odd
-from .storage import Storage, Write
+from .storage import ReplicaStorage, Write
 
 Then = Callable[[], None]
 
@@ -37,7 +37,7 @@ class Deposed(Exception):
 
 
 @dataclass(slots=True)
-class Lead:
+class Leadership:
     """What the home of a journal knows beyond its own copy."""
 
     epoch: int
@@ -69,7 +69,7 @@ class Keeping:
         self,
         rpc: Rpc,
         members: Members,
-        storage: Storage,
+        storage: ReplicaStorage,
         clock: Callable[[], float],
         rng: random.Random,
         config: Config,
@@ -81,14 +81,14 @@ class Keeping:
         self.rpc = rpc
         self.storage = storage
         self.replicas: dict[str, Replica] = {}
-        self.leads: dict[str, Lead] = {}
+        self.leads: dict[str, Leadership] = {}
         self.on_deposed: Callable[[str], None] = lambda workflow: None
         self.on_committed: Callable[[str], None] = lambda workflow: None
         self.on_vacant: Callable[[str], None] = lambda workflow: None  # its home is not known
         self.on_followed: Callable[[str], None] = lambda workflow: None
         self.on_keeper_back: Callable[[str], None] = lambda workflow: None
         self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
-        self.complete: Callable[[Replica, Lead], bool] = lambda replica, lead: True
+        self.complete: Callable[[Replica, Leadership], bool] = lambda replica, lead: True
         self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
         self.on_dropped: Callable[[str], None] = lambda workflow: None  # the copy here
@@ -135,7 +135,7 @@ class Keeping:
         epoch = next_epoch(before, self.rpc.me.id)
         replica = Replica(workflow, promised=epoch, home=self.rpc.me.id)
         self.replicas[workflow] = replica
-        lead = self.leads[workflow] = Lead(epoch)
+        lead = self.leads[workflow] = Leadership(epoch)
         at = self._clock()
         first = KeepersChosen(keepers=keepers)
         entries = tuple(
@@ -240,7 +240,7 @@ class Keeping:
         replica = self.replicas.get(workflow)
         return replica.committed if replica else 0
 
-    def _sync(self, replica: Replica, lead: Lead, done: asyncio.Future[None]) -> None:
+    def _sync(self, replica: Replica, lead: Leadership, done: asyncio.Future[None]) -> None:
         """One look when a batch is on disk, however many of a journal's entries were in it."""
         if lead.syncing is not None and lead.syncing[0] is done:
             lead.syncing[1][0] = replica.count
@@ -249,7 +249,9 @@ class Keeping:
         lead.syncing = done, reached
         done.add_done_callback(lambda done: self._synced(replica, lead, done, reached[0]))
 
-    def _synced(self, replica: Replica, lead: Lead, done: asyncio.Future[None], count: int) -> None:
+    def _synced(
+        self, replica: Replica, lead: Leadership, done: asyncio.Future[None], count: int
+    ) -> None:
         if done.cancelled() or done.exception() or self.leads.get(replica.workflow) is not lead:
             return
         lead.synced = max(lead.synced, count)
@@ -258,7 +260,7 @@ class Keeping:
             self._tell_keepers(replica)
         self.advance(replica, lead)
 
-    def advance(self, replica: Replica, lead: Lead) -> None:
+    def advance(self, replica: Replica, lead: Leadership) -> None:
         """Somebody's disk has more: perhaps a majority has."""
         me = self.rpc.me.id
         have = [lead.synced if k == me else lead.have.get(k, 0) for k in replica.keepers]
@@ -284,11 +286,11 @@ class Keeping:
             self.on_news(replica.workflow)
         self._trim(replica, lead)
 
-    def _ended(self, replica: Replica, lead: Lead) -> None:
+    def _ended(self, replica: Replica, lead: Leadership) -> None:
         lead.end_written = True
         self.let_go(replica, lead)
 
-    def let_go(self, replica: Replica, lead: Lead) -> None:
+    def let_go(self, replica: Replica, lead: Leadership) -> None:
         """It is over, and a majority knows: the disks have it, and memory needs it no more.
 
         A keeper that was away asks when it is back, and is told."""
@@ -305,7 +307,7 @@ class Keeping:
             del self.leads[replica.workflow], self.replicas[replica.workflow]
             self.on_put_away(replica)
 
-    def _trim(self, replica: Replica, lead: Lead) -> None:
+    def _trim(self, replica: Replica, lead: Leadership) -> None:
         me = self.rpc.me.id
         kept = [lead.have.get(k, 0) for k in replica.keepers if k != me]
         least = min(kept, default=replica.committed)
@@ -346,11 +348,11 @@ class Keeping:
                 lead.parting[peer] = replica.count
         self.append(workflow, KeepersChosen(keepers=keepers))
 
-    def lead(self, workflow: str, epoch: int) -> Lead:
+    def lead(self, workflow: str, epoch: int) -> Leadership:
         """A majority has granted this epoch: the first entry of it says so to everybody."""
         replica = self.replicas[workflow]
         replica.home = self.rpc.me.id
-        lead = self.leads[workflow] = Lead(epoch, synced=replica.count, alone=False)
+        lead = self.leads[workflow] = Leadership(epoch, synced=replica.count, alone=False)
         lead.end_written = replica.over
         for keeper in replica.keepers:
             lead.sent[keeper] = replica.count
@@ -428,13 +430,13 @@ class Keeping:
             found.append((one, lead.turns[keeper]))
         return found
 
-    def _has_news(self, replica: Replica, lead: Lead, keeper: bytes) -> bool:
+    def _has_news(self, replica: Replica, lead: Leadership, keeper: bytes) -> bool:
         """Without any entry for it: that it should say what it has, or that something counts."""
         untold = lead.told.get(keeper, 0) < replica.committed
         return keeper not in lead.have or (untold and replica.over)
 
     def _stretch(
-        self, lead: Lead, replica: Replica, start: int, end: int, bytes_max: int
+        self, lead: Leadership, replica: Replica, start: int, end: int, bytes_max: int
     ) -> tuple[Entry, ...]:
         """Entries from there on, from memory if they are there; at least one if there is any."""
         if start >= end:

@@ -34,17 +34,17 @@ ASK_AT_ONCE = 64
 WORKFLOWS_MAX = 1000
 
 
-class Line(NamedTuple):
+class History(NamedTuple):
     over: bool
     era: int
     void: bool = False
 
     @classmethod
-    def of(cls, copy: Replica) -> Line:
+    def of(cls, copy: Replica) -> History:
         return cls(copy.over, copy.line, copy.void)
 
 
-def holds(line: Line, other: Line) -> bool:
+def holds(line: History, other: History) -> bool:
     """Of two lines this one is the one that goes on."""
     if line.void != other.void and line.era != other.era:
         return other.void
@@ -89,7 +89,7 @@ class Lines:
 
     async def _ask(self, copy: Replica, contact: Contact, slots: asyncio.Semaphore) -> None:
         keeping = self._keeping
-        mine = Line.of(copy)
+        mine = History.of(copy)
         message = Meet(
             workflow=copy.workflow,
             birth=copy.birth,
@@ -104,12 +104,12 @@ class Lines:
         except CallFailed:
             return
         here = keeping.replicas.get(copy.workflow) or keeping.storage.replica(copy.workflow)
-        if here is None or Line.of(here) != mine:
+        if here is None or History.of(here) != mine:
             return  # it has gone on meanwhile: the next look compares anew
         stranded = forced(copy.promised) > forced(copy.last_epoch)
         if not found.known and not stranded:
             self._met.setdefault(copy.workflow, set()).add(contact.id)
-        elif holds(Line(found.over, found.era, found.void), mine):
+        elif holds(History(found.over, found.era, found.void), mine):
             self._give_up(here, mine.era, found.era, found.epoch)
 
     async def _meet(self, sender: Contact, message: Meet) -> Met:
@@ -117,7 +117,7 @@ class Lines:
         copy = keeping.replicas.get(message.workflow) or keeping.storage.replica(message.workflow)
         if copy is None or not copy.count or copy.birth != message.birth:
             return Met(known=False)
-        mine, other = Line.of(copy), Line(message.over, message.era, message.void)
+        mine, other = History.of(copy), History(message.over, message.era, message.void)
         if copy.home == sender.id and forced(copy.promised) == message.era:
             return Met(known=False)  # its home, which is sending it that very line
         if mine.era == other.era:

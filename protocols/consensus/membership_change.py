@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from ..membership.members import State
-from .keeping import Keeping, Lead
+from .keeping import Keeping, Leadership
 from .placement import crowding, spread, where, without_one, would_part
 from .replica import Replica, majority, odd
 
@@ -20,7 +20,7 @@ AGAIN_S = 2.0
 BATCH_MAX = 200
 
 
-class Tending:
+class MembershipChange:
     def __init__(self, keeping: Keeping) -> None:
         self._keeping = keeping
         self._look: dict[str, None] = {}
@@ -32,7 +32,7 @@ class Tending:
         self._look[workflow] = None
         self._wake.set()
 
-    def complete(self, replica: Replica, lead: Lead) -> bool:
+    def complete(self, replica: Replica, lead: Leadership) -> bool:
         """No other set is wanted, and this one counts."""
         return replica.config_agreed and self.wanted(replica, lead) == replica.keepers
 
@@ -49,7 +49,7 @@ class Tending:
             if self._look:
                 self._wake.set()
 
-    def _tend(self, replica: Replica, lead: Lead) -> None:
+    def _tend(self, replica: Replica, lead: Leadership) -> None:
         # an entry of this epoch must be on a majority before the set may change: until then a set
         # that an earlier home has begun to change may still be the one that counts
         settled = replica.epoch_at(replica.committed - 1) == lead.epoch
@@ -68,7 +68,7 @@ class Tending:
             return
         self._keeping.changes(replica.workflow, keepers)
 
-    def _undone(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
+    def _undone(self, replica: Replica, lead: Leadership) -> tuple[bytes, ...]:
         """The set as it was, if one was asked in that will never have a copy, or is gone: with it
         an even set may lack the majority that could let it go again.
 
@@ -83,7 +83,7 @@ class Tending:
         lost = added[0] in lead.strangers or not self._keeping.members.is_here(added[0])
         return before if lost else ()
 
-    def wanted(self, replica: Replica, lead: Lead) -> tuple[bytes, ...]:
+    def wanted(self, replica: Replica, lead: Leadership) -> tuple[bytes, ...]:
         """The next set on the way: at most one keeper more or less."""
         members, me, strangers = self._keeping.members, self._keeping.rpc.me.id, lead.strangers
         healthy = all(k not in strangers and members.is_alive(k) for k in replica.keepers)

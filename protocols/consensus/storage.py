@@ -28,7 +28,7 @@ class Write:
     voided: int = 0  # the birth of a copy that goes because its submission broke off
 
 
-class Storage(Protocol):
+class ReplicaStorage(Protocol):
     @property
     def trouble(self) -> str:
         """Why nothing gets onto the disk, while that is so."""

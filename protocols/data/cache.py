@@ -49,7 +49,7 @@ class WrongHash(BlobError):
     status = 422
 
 
-class Room:
+class Reservation:
     """Bytes of the quota that are taken for what is on its way."""
 
     __slots__ = ("size",)
@@ -92,7 +92,7 @@ class Cache:
 
     # ----------------------------------------------------------------- what is here
 
-    def add(self, hash: bytes, size: int, hold: str, room: Room | None = None) -> bool:
+    def add(self, hash: bytes, size: int, hold: str, room: Reservation | None = None) -> bool:
         """It is on the disk. False if it was before; then its room is still its taker's."""
         new = hash not in self._sizes
         if new:
@@ -219,7 +219,7 @@ class Cache:
         if size > self.blob_bytes_max:
             raise TooLarge(f"{size:,} bytes; a file has at most {self.blob_bytes_max:,} here")
 
-    def take(self, size: int, room: Room) -> None:
+    def take(self, size: int, room: Reservation) -> None:
         """So much more room, or `QuotaFull`."""
         missing = self.used_bytes + size - self.quota_bytes
         if missing > 0:
@@ -232,7 +232,7 @@ class Cache:
         self.used_bytes += size
         room.size += size
 
-    def give_back(self, room: Room) -> None:
+    def give_back(self, room: Reservation) -> None:
         self.used_bytes -= room.size
         room.size = 0
 

@@ -1,6 +1,6 @@
 """How a blob is cut into chunks, and by what each chunk is known. Pure.
 
-A blob's own name is the hash of all of it. A *sheet* lists the digests of its chunks, as whoever
+A blob's own name is the hash of all of it. A *manifest* lists the digests of its chunks, as whoever
 holds the blob computed them; it is believed until the whole turns out to be something else.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 CHUNK_BYTES_MIN = 1 << 20
 CHUNKS_MAX = 1 << 16
 DIGEST_BYTES = 16
-SHEET_BYTES_MAX = CHUNKS_MAX * DIGEST_BYTES
+MANIFEST_BYTES_MAX = CHUNKS_MAX * DIGEST_BYTES
 
 
 def chunk_bytes(size: int) -> int:
@@ -38,20 +38,20 @@ def digest(data: bytes | memoryview) -> bytes:
     return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 
 
-class Sheet:
+class ChunkManifest:
     """The digests of a blob's chunks, one after the other."""
 
     __slots__ = ("digests", "size")
 
     def __init__(self, size: int, digests: bytes) -> None:
         if len(digests) != DIGEST_BYTES * count(size):
-            raise ValueError("a sheet has one digest for each chunk")
+            raise ValueError("a manifest has one digest for each chunk")
         self.size = size
         self.digests = digests
 
     @staticmethod
-    def of(size: int, chunks: Iterable[bytes]) -> Sheet:
-        return Sheet(size, b"".join(map(digest, chunks)))
+    def of(size: int, chunks: Iterable[bytes]) -> ChunkManifest:
+        return ChunkManifest(size, b"".join(map(digest, chunks)))
 
     def fits(self, index: int, data: bytes) -> bool:
         at = index * DIGEST_BYTES

@@ -1,8 +1,9 @@
 """Large files, in chunks, from several peers at once; those who fetch one serve it already.
 
 Rules:
-- A chunk counts when its digest is the one on the sheet, a file when its hash is its name. A sheet
-  that leads to another file was a lie: all of it is thrown away, and its teller is not asked again.
+- A chunk counts when its digest is the one on the manifest, a file when its hash is its name. A
+  manifest that leads to another file was a lie: all of it is thrown away, and its teller is not
+  asked again.
 - Who holds a file gives each chunk away once (a copy of it: a few times). The next who ask for it
   are told who has it by now, or is about to: among many readers a chunk goes down a tree of
   readers, and the holder sends the file about once, however many want it.
@@ -22,13 +23,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from valence.protocols.data import chunk_manifest as sheets
+from valence.protocols.data import chunk_manifest
 
 from ..membership.members import Members
 from ..wire.messages import Chunk, Contact, File, OpenBlob, OpenedBlob, ReadChunk
 from ..wire.rpc import CallFailed, Refused, Rpc
-from .cache import BlobError, Room
-from .chunk_manifest import Chunks, Sheet
+from .cache import BlobError, Reservation
+from .chunk_manifest import ChunkManifest, Chunks
 
 AT_ONCE = 8  # chunks on the way, of one file
 AT_SOURCE = 4
@@ -51,25 +52,25 @@ SEEK_S = 2.0  # between two looks into the catalog
 LIES_MAX = 4
 
 
-class Part(Protocol):
+class PartialFile(Protocol):
     """A file that is being put together."""
 
     async def write(self, index: int, data: bytes) -> None: ...
     async def read(self, index: int) -> bytes: ...
     async def hashed(self) -> bytes: ...
-    async def keep(self, hash: bytes, hold: str, room: Room) -> None: ...
+    async def keep(self, hash: bytes, hold: str, room: Reservation) -> None: ...
     def close(self) -> None: ...
 
 
-class Files(Protocol):
+class BlobStore(Protocol):
     """What is on this peer's disk."""
 
     def __contains__(self, hash: bytes) -> bool: ...
     def size(self, hash: bytes) -> int | None: ...
-    async def sheet(self, hash: bytes) -> Sheet: ...
-    def know_sheet(self, hash: bytes, sheet: Sheet) -> None: ...
+    async def manifest(self, hash: bytes) -> ChunkManifest: ...
+    def know_manifest(self, hash: bytes, manifest: ChunkManifest) -> None: ...
     async def read(self, hash: bytes, offset: int, length: int) -> bytes: ...
-    def part(self, size: int) -> Part: ...
+    def part(self, size: int) -> PartialFile: ...
 
 
 class Unavailable(BlobError):
@@ -106,12 +107,12 @@ class _Crowd:
 class _Fetch:
     """A file on its way here."""
 
-    def __init__(self, file: File, part: Part) -> None:
+    def __init__(self, file: File, part: PartialFile) -> None:
         self.file = file
         self.part = part
-        self.sheet: Sheet | None = None
-        self.teller = b""  # of the sheet
-        self.have = Chunks(sheets.count(file.size))
+        self.manifest: ChunkManifest | None = None
+        self.teller = b""  # of the manifest
+        self.have = Chunks(chunk_manifest.count(file.size))
         self.under_way: set[int] = set()
         self.sources: dict[bytes, _Source] = {}
         self.dropped: dict[bytes, str] = {}  # sources that are of no use, and why
@@ -120,7 +121,7 @@ class _Fetch:
 
 
 class Swarm:
-    def __init__(self, rpc: Rpc, files: Files, members: Members, rng: random.Random) -> None:
+    def __init__(self, rpc: Rpc, files: BlobStore, members: Members, rng: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self.on_corrupt: Callable[[File, int, bytes], None] = lambda file, index, peer: None
         self.is_copy: Callable[[bytes], bool] = lambda hash: False
@@ -141,12 +142,16 @@ class Swarm:
         hash = message.hash
         size = self._files.size(hash)
         if size is not None:
-            sheet = (await self._files.sheet(hash)).digests if sheets.count(size) > 1 else b""
-            return OpenedBlob(size=size, sheet=sheet)
+            manifest = (
+                (await self._files.manifest(hash)).digests
+                if chunk_manifest.count(size) > 1
+                else b""
+            )
+            return OpenedBlob(size=size, sheet=manifest)
         fetch = self._fetches.get(hash)
-        if fetch is not None and fetch.sheet is not None:
+        if fetch is not None and fetch.manifest is not None:
             return OpenedBlob(
-                size=fetch.file.size, sheet=fetch.sheet.digests, have=fetch.have.to_bytes()
+                size=fetch.file.size, sheet=fetch.manifest.digests, have=fetch.have.to_bytes()
             )
         raise Refused("missing", "this peer does not hold that blob")
 
@@ -159,7 +164,7 @@ class Swarm:
         if size is None and fetch is not None:
             size = fetch.file.size
         assert size is not None
-        if index >= max(1, sheets.count(size)):
+        if index >= max(1, chunk_manifest.count(size)):
             raise Refused("chunk", "it has no such chunk")
         if hash in self._files:
             instead = () if message.insist else self._instead(hash, index, sender.id)
@@ -185,7 +190,7 @@ class Swarm:
         return Chunk(data=data, have=have)
 
     async def _chunk(self, hash: bytes, index: int, size: int) -> bytes | None:
-        start, length = sheets.span(size, index)
+        start, length = chunk_manifest.span(size, index)
         if hash in self._files:
             return await self._files.read(hash, start, length) if length else b""
         fetch = self._fetches.get(hash)
@@ -259,7 +264,7 @@ class Swarm:
         self,
         file: File,
         hold: str,
-        room: Room,
+        room: Reservation,
         find: Callable[[bytes], Awaitable[list[bytes]]],
     ) -> None:
         """After this it is here, or `BlobError`. `find` looks for more holders."""
@@ -275,8 +280,8 @@ class Swarm:
             else:
                 raise Unavailable(f"{file.name}: what peers gave is not what its name says")
             await part.keep(file.hash, hold, room)
-            if fetch.sheet is not None:
-                self._files.know_sheet(file.hash, fetch.sheet)
+            if fetch.manifest is not None:
+                self._files.know_manifest(file.hash, fetch.manifest)
         finally:
             if self._fetches.get(file.hash) is fetch:
                 del self._fetches[file.hash]
@@ -284,14 +289,14 @@ class Swarm:
             part.close()
 
     def _blame(self, fetch: _Fetch) -> None:
-        """All chunks were as the sheet says, and the whole is not: then it is the sheet."""
+        """All chunks were as the manifest says, and the whole is not: then it is the manifest."""
         self.counts["corrupt_sheets"] += 1
         teller = fetch.teller or next(iter(fetch.sources), b"")
         self._drop(fetch, teller, "what it gave is not what its name says")
         for source in list(fetch.sources.values()):
             source.have = None
-        fetch.sheet, fetch.teller = None, b""
-        fetch.have = Chunks(sheets.count(fetch.file.size))
+        fetch.manifest, fetch.teller = None, b""
+        fetch.have = Chunks(chunk_manifest.count(fetch.file.size))
 
     def _add(self, fetch: _Fetch, peers: Iterable[bytes], reader: bool = False) -> None:
         for peer in peers:
@@ -358,7 +363,7 @@ class Swarm:
     ) -> None:
         """As many requests as may be on the way."""
         ready = [s for s in fetch.sources.values() if s.not_before <= now]
-        if fetch.sheet is None and fetch.have.count > 1:
+        if fetch.manifest is None and fetch.have.count > 1:
             unopened = [s for s in ready if not s.on_the_way]
             if unopened and not work:
                 source = min(unopened, key=lambda s: (s.failures, s.reader, self._rng.random()))
@@ -415,9 +420,9 @@ class Swarm:
         count = fetch.have.count
         source.have = Chunks(count, answer.have) if answer.have else Chunks.all(count)
         source.reader = bool(answer.have)
-        if fetch.sheet is None:
+        if fetch.manifest is None:
             try:
-                fetch.sheet = Sheet(fetch.file.size, answer.sheet)
+                fetch.manifest = ChunkManifest(fetch.file.size, answer.sheet)
                 fetch.teller = source.contact.id
             except ValueError as error:
                 self._drop(fetch, source.contact.id, str(error))
@@ -476,7 +481,7 @@ class Swarm:
         return answer
 
     async def _came(self, fetch: _Fetch, index: int, source: _Source, data: bytes) -> None:
-        if fetch.sheet is not None and not fetch.sheet.fits(index, data):
+        if fetch.manifest is not None and not fetch.manifest.fits(index, data):
             self.counts["corrupt"] += 1
             source.corrupt += 1
             self.on_corrupt(fetch.file, index, source.contact.id)
@@ -485,7 +490,7 @@ class Swarm:
             else:
                 self._leave_alone(source, "its chunk was not what it should be")
             return
-        if len(data) != sheets.span(fetch.file.size, index)[1]:
+        if len(data) != chunk_manifest.span(fetch.file.size, index)[1]:
             self.counts["corrupt"] += 1
             self._drop(fetch, source.contact.id, "its chunk has the wrong length")
             return

@@ -32,11 +32,11 @@ from ..wire.messages import (
     ReadBlobs,
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
-from .cache import BlobError, Room
+from .cache import BlobError, Reservation
 from .catalog import Catalog
 from .swarm import Swarm, Unavailable
 
-__all__ = ["Fetched", "Transfer", "Unavailable"]
+__all__ = ["Transfer", "TransferResult", "Unavailable"]
 
 log = logging.getLogger("valence.transfer")
 
@@ -52,11 +52,11 @@ COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
 RECORD_BYTES_MIN = 64 * 1024
 
 #: brings a file in from where it came from
-FromOrigin = Callable[[File, str, Room], Awaitable[None]]
+FromOrigin = Callable[[File, str, Reservation], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Fetched:
+class TransferResult:
     """What became of the files that were asked for."""
 
     errors: list[tuple[File, BaseException]] = field(default_factory=list)
@@ -171,11 +171,11 @@ class Transfer:
         for _, error in (await self.fetch_all([file], hold)).errors:
             raise error
 
-    async def fetch_all(self, files: Iterable[File], hold: str = "") -> Fetched:
+    async def fetch_all(self, files: Iterable[File], hold: str = "") -> TransferResult:
         """After this they are here, but for those with an error. Small ones that have a holder in
         common come together; whatever did not come that way is fetched by itself."""
         wanted = {file.hash: file for file in files}
-        found = Fetched()
+        found = TransferResult()
         with self._blobs.pinned(wanted):
             local = sum(f.size for h, f in wanted.items() if h in self._blobs)
             peer = origin = 0
@@ -212,7 +212,7 @@ class Transfer:
         waits = [self._wait(file, hold) for file in files]
         return await asyncio.gather(*waits, return_exceptions=True)
 
-    def _start(self, files: list[File], hold: str, room: Room) -> None:
+    def _start(self, files: list[File], hold: str, room: Reservation) -> None:
         """Each transfer has its room to itself: who asked for it may be gone before it ends."""
         batches, alone = self._batches(files)
         for holder, rows in batches:
@@ -266,7 +266,7 @@ class Transfer:
                 batches.append((holder, rows[start : start + count]))
         return batches, alone
 
-    async def _fetch_batch(self, holder: bytes, files: list[File], room: Room) -> None:
+    async def _fetch_batch(self, holder: bytes, files: list[File], room: Reservation) -> None:
         contact = self._members.contact(holder)
         wanted = {file.hash for file in files}
         try:
@@ -292,7 +292,7 @@ class Transfer:
         async with self._blobs.make_room(file.size) as room:
             return await self._fetch(file, hold, _split(room, file.size))
 
-    async def _fetch(self, file: File, hold: str, room: Room) -> str:
+    async def _fetch(self, file: File, hold: str, room: Reservation) -> str:
         """From peers; else from where it came from. Says which."""
         try:
             async with self._slots:
@@ -413,11 +413,11 @@ class Transfer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _split(room: Room, size: int) -> Room:
+def _split(room: Reservation, size: int) -> Reservation:
     """So much of it, as a room of its own."""
     taken = min(size, room.size)
     room.size -= taken
-    return Room(taken)
+    return Reservation(taken)
 
 
 def _checked(found: Iterable[tuple[bytes, bytes]], wanted: set[bytes]) -> list[tuple[bytes, bytes]]:

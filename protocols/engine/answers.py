@@ -51,7 +51,7 @@ STANDS_STILL = 423
 VOID_STATUS = 410
 
 
-class Problem(Exception):
+class ApiError(Exception):
     """What the user is told instead of an answer."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Answers:
         """JSON, or `Problem`. What is another owner's does not exist."""
         run = await self._home.get(id)
         if run is None or (owner and run.owner != owner):
-            raise Problem(404, f"there is no workflow {id}")
+            raise ApiError(404, f"there is no workflow {id}")
         found = self._questions[question](run, arguments)
         if not isinstance(found, BaseModel | bytes):
             found = await found
@@ -110,7 +110,7 @@ class Answers:
         if run.over and question != "events":
             self._check_kept(run)
             if not await self._home.stands(run):
-                raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
+                raise ApiError(503, f"workflow {id} is changing its home; ask again in a moment")
         return found if isinstance(found, bytes) else found.model_dump_json().encode()
 
     def _check_kept(self, run: Run) -> None:
@@ -118,7 +118,7 @@ class Answers:
         waited for; and nobody is told of it."""
         stuck = self.why_stuck(run.id) if self._home.journal.keeping.unkept(run.id) else ""
         if stuck:
-            raise Problem(503, f"workflow {run.id} stands still: {stuck}", lasting=True)
+            raise ApiError(503, f"workflow {run.id} stands still: {stuck}", lasting=True)
 
     async def _asked(self, sender: Contact, message: Ask) -> Answer:
         if message.question not in self._questions:
@@ -126,7 +126,7 @@ class Answers:
         try:
             arguments = msgpack.unpackb(message.arguments) if message.arguments else {}
             body = await self.answer(message.workflow, message.question, arguments, message.owner)
-        except Problem as problem:
+        except ApiError as problem:
             detail = json.dumps({"detail": problem.detail}).encode()
             if problem.lasting:
                 return Answer(status=STANDS_STILL, body=detail)
@@ -279,9 +279,9 @@ class Answers:
         task = self._find(run, arguments["task"])
         value = run.value(task.id)
         if value is None:
-            raise Problem(404, f"{task.id} is {task.state} and has no value")
+            raise ApiError(404, f"{task.id} is {task.state} and has no value")
         file = value.file
-        return _Kept(
+        return _StoredValue(
             encoding=value.encoding,
             data=value.data.hex(),
             file=None
@@ -316,7 +316,7 @@ class Answers:
         start = 0
         if after:
             if after not in run.tasks:
-                raise Problem(400, f"after: there is no task {after}")
+                raise ApiError(400, f"after: there is no task {after}")
             start = names.index(after) + 1
         found: list[views.TaskRow] = []
         for name in names[start:]:
@@ -332,7 +332,7 @@ class Answers:
         if task is None:
             like = next((t.id for t in run.workflow.tasks.values() if t.template == name), "")
             hint = f"; one of its `foreach` is {like}" if like else ""
-            raise Problem(404, f"workflow {run.id} has no task {name}{hint}")
+            raise ApiError(404, f"workflow {run.id} has no task {name}{hint}")
         return task
 
     def _task(self, run: Run, arguments: dict[str, Any]) -> views.TaskView:
@@ -387,8 +387,8 @@ class Answers:
         done = [a for a in tried if a.outcome is not None]
         if not done:
             if number is not None and not tried:
-                raise Problem(404, f"{task.id} has no attempt {number}")
-            raise Problem(404, f"{task.id} is {task.state}: no attempt of it has ended yet")
+                raise ApiError(404, f"{task.id} has no attempt {number}")
+            raise ApiError(404, f"{task.id} is {task.state}: no attempt of it has ended yet")
         attempt = done[-1]
         ended = attempt.outcome
         assert ended is not None
@@ -423,7 +423,7 @@ class Answers:
                     break
                 over = over or isinstance(row.said, Ended)
             if not self._home.knows(run.id):
-                raise Problem(503, f"workflow {run.id} is changing its home; go on in a moment")
+                raise ApiError(503, f"workflow {run.id} is changing its home; go on in a moment")
             if found or over:
                 return views.EventPage(events=found, over=over)
             if len(rows) == ENTRIES_PER_PAGE:  # all of them silent: go on behind them
@@ -440,14 +440,14 @@ class Answers:
 
     async def _cancel(self, run: Run, arguments: dict[str, Any]) -> views.WorkflowView:
         if run.over and run.state != "cancelled":
-            raise Problem(409, f"workflow {run.id} has {run.state} already")
+            raise ApiError(409, f"workflow {run.id} has {run.state} already")
         stuck = self.why_stuck(run.id)
         if stuck:
-            raise Problem(503, f"workflow {run.id} can't be cancelled: {stuck}", lasting=True)
+            raise ApiError(503, f"workflow {run.id} can't be cancelled: {stuck}", lasting=True)
         try:
             await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
         except Deposed:
-            raise Problem(503, "it is changing its home; cancel it again in a moment") from None
+            raise ApiError(503, "it is changing its home; cancel it again in a moment") from None
         return self._view(run)
 
     def _file_view(self, run: Run, name: str) -> views.FileView:
@@ -482,9 +482,9 @@ class Answers:
         counts = await self._home.stands(run)
         found = self._home.journal.document(run.id)
         if found is None or not counts:  # or its copy is on its way to another peer
-            raise Problem(503, f"workflow {run.id} is changing its home; ask again in a moment")
+            raise ApiError(503, f"workflow {run.id} is changing its home; ask again in a moment")
         if UNACKNOWLEDGED in (run.cancelling, run.reason):
-            raise Problem(VOID_STATUS, f"workflow {run.id} was never accepted: submit it again")
+            raise ApiError(VOID_STATUS, f"workflow {run.id} was never accepted: submit it again")
         return _Document(hash=str(found[1].get("document", "")))
 
     def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
@@ -496,11 +496,11 @@ class Answers:
         maker = run.workflow.producers.get(name)
         if maker is not None:
             state = run.tasks[maker].state
-            raise Problem(404, f"{name} is not there: {maker}, which makes it, is {state}")
+            raise ApiError(404, f"{name} is not there: {maker}, which makes it, is {state}")
         if name in run.workflow.inputs:
             why = run.unstaged.get(name) or run.stage_failures.get(name, "")
-            raise Problem(404, f"input {name} is not there yet: {why}")
-        raise Problem(404, f"workflow {run.id} has no file {name}")
+            raise ApiError(404, f"input {name} is not there yet: {why}")
+        raise ApiError(404, f"workflow {run.id} has no file {name}")
 
 
 class _Document(BaseModel):
@@ -513,7 +513,7 @@ class _Located(BaseModel):
     holders: list[str]
 
 
-class _Kept(BaseModel):
+class _StoredValue(BaseModel):
     encoding: str
     data: str
     file: _Located | None

@@ -41,7 +41,7 @@ from ..wire.entries import (
 from ..wire.messages import AttemptKey, File, Outcome
 from . import effects
 from .alternatives import mend_branch
-from .effects import CancelCounts, Committed, InputsCount, ResultsCount
+from .effects import CancelCounts, InputsCount, ResultsCount, WhenCommitted
 from .gangs import Mending, mend
 from .judge import LOSSES_MAX, WON, counts, judge
 from .run import FINAL, AttemptState, Pending, Run, TaskState, WaitAgain
@@ -91,7 +91,7 @@ class Decision:
         self._around = around
         self._epoch = epoch
 
-    def write(self, said: Journaled, soon: bool = False, then: Committed | None = None) -> None:
+    def write(self, said: Journaled, soon: bool = False, then: WhenCommitted | None = None) -> None:
         at = self._around.now()
         self.run.apply(said, at, self._epoch)
         self._do(effects.Append(said, at, soon, then))
@@ -191,7 +191,7 @@ class Decision:
         self._do(effects.Withdraw((self._next_key(task.id),)))
         for attempt in task.attempts:
             if attempt.number != winner and attempt.state == "running":
-                self._do(effects.Abort(attempt.peer, (self._key(task.id, attempt.number),)))
+                self._do(effects.AbortAttempts(attempt.peer, (self._key(task.id, attempt.number),)))
 
     # ----------------------------------------------------------------- what is lost
 
@@ -426,7 +426,7 @@ class Decision:
             self.write(TasksReopened(tasks=tuple(found.reopened), gang=gang))
         self.run.note(WaitAgain(tuple(found.unplaced)))
         for name, number, peer in found.running:
-            self._do(effects.Abort(peer, (self._key(name, number),)))
+            self._do(effects.AbortAttempts(peer, (self._key(name, number),)))
 
     def withdraw_gang(self, gang: tuple[str, ...]) -> None:
         self._do(effects.Withdraw(tuple(map(self._next_key, gang))))
@@ -466,7 +466,7 @@ class Decision:
             for attempt in task.attempts:
                 if attempt.state == "running":
                     running[attempt.peer].append(self._key(task.id, attempt.number))
-        aborts = tuple(effects.Abort(peer, tuple(keys)) for peer, keys in running.items())
+        aborts = tuple(effects.AbortAttempts(peer, tuple(keys)) for peer, keys in running.items())
         self._do(effects.Withdraw(tuple(pending)))
         self.write(CancelAsked(reason=reason), then=CancelCounts(aborts))
         self.conclude()

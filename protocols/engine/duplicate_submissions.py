@@ -1,7 +1,7 @@
 """Two workflows of one name: one Idempotency-Key, submitted at two peers that did not hear of each
 other. Once they do, executing peers follow the higher epoch and refuse the other home; that one
-then looks for its twin and makes way. Epochs only grow, and only to the higher one is made way:
-never do both give up.
+then looks for its duplicate and makes way. Epochs only grow, and only to the higher one is made
+way: never do both give up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def _nobody(workflow: str, birth: int, epoch: int) -> bytes | None:
     return None
 
 
-class Twins:
+class DuplicateSubmissions:
     def __init__(
         self,
         keeping: Keeping,
@@ -42,13 +42,13 @@ class Twins:
         self._looking.add(run.id)
         try:
             replica, epoch = self._keeping.replicas.get(run.id), self._keeping.epoch(run.id)
-            twin = await self.find(run.id, replica.birth, epoch) if replica else None
+            duplicate = await self.find(run.id, replica.birth, epoch) if replica else None
             same = self._is_active(run) and self._keeping.epoch(run.id) == epoch
-            if twin is not None and same and not run.over and not run.cancelling:
+            if duplicate is not None and same and not run.over and not run.cancelling:
                 self._cancel(
                     run,
                     "one Idempotency-Key was submitted at two peers that did not hear of each "
-                    f"other: peer {twin.hex()[:8]} goes on with it",
+                    f"other: peer {duplicate.hex()[:8]} goes on with it",
                 )
         finally:
             await asyncio.sleep(FENCED_S)

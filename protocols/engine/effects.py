@@ -26,7 +26,7 @@ class Append:
     said: Journaled
     at: float
     soon: bool = False  # nobody waits for it: it may share the sync of what follows
-    then: Committed | None = None
+    then: WhenCommitted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortAttempts:
     """Attempts at a peer that are of no use any more."""
 
     peer: bytes
@@ -117,7 +117,7 @@ class Conclude:
 # --------------------------------------------------------------------------- when an entry counts
 
 
-class Committed(Protocol):
+class WhenCommitted(Protocol):
     """What a decision wants to look at again when its entry counts; one of those below."""
 
 
@@ -137,4 +137,4 @@ class InputsCount:
 
 @dataclass(frozen=True, slots=True)
 class CancelCounts:
-    aborts: tuple[Abort, ...]
+    aborts: tuple[AbortAttempts, ...]

@@ -20,18 +20,18 @@ from ..consensus.archive import Archive
 from ..consensus.election import Elections
 from ..consensus.keeping import Keeping
 from ..consensus.lines import Lines
-from ..consensus.membership_change import Tending
+from ..consensus.membership_change import MembershipChange
 from ..consensus.placement import is_queued
 from ..data.transfer import Transfer
 from ..membership.liveness import Liveness
 from ..membership.members import Members
-from ..ports import Blobs, JournalStorage, OutboxStorage, StorageElements, Workshop
+from ..ports import Blobs, JournalStorage, Launcher, OutboxStorage, StorageElements
 from ..records import Records
 from ..strategies.base import Placed, is_worth_reading
 from ..strategies.gangs import Gangs
 from ..strategies.pilots.service import PilotsService
 from ..strategies.registry import services
-from ..strategies.service import Context, Files, Service, Work
+from ..strategies.service import Context, FileEvents, Service, Work
 from ..wire.messages import Outcome
 from ..wire.rpc import Rpc
 from .answers import Answers
@@ -65,7 +65,7 @@ class Enactment:
         outbox: OutboxStorage,
         blobs: Blobs,
         transfer: Transfer,
-        workshop: Workshop,
+        workshop: Launcher,
         clock: Callable[[], float],
         rng: random.Random,
         config: Config,
@@ -104,7 +104,7 @@ class Enactment:
         )
         self.gangs = Gangs(rpc, members, rng, config, clock, self.home.placed, self.home.estimate)
         self.home.use(self.gangs)
-        files = Files(lambda: blobs.cache.prefixes)
+        files = FileEvents(lambda: blobs.cache.prefixes)
         context = Context(
             rpc, members, liveness, clock, rng, config, door, files, self._placed,
             self.home.estimate,
@@ -120,7 +120,7 @@ class Enactment:
         self.executor.on_made = self._made
         self.outbox.on_let_go = self._let_go
         self.elections = Elections(self.keeping, self.home.take_up)
-        self.tending = Tending(self.keeping)
+        self.membership_change = MembershipChange(self.keeping)
         self.lines = Lines(self.keeping)
         self.elections.meet = self.lines.look
         self.archive = Archive(self.keeping, self.elections, self.lines)
@@ -134,7 +134,7 @@ class Enactment:
         hand_on = self.home.reception.hand_on
         self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, hand_on)
         self._transfer = transfer
-        self.home.twins.find = locate.twin
+        self.home.duplicates.find = locate.duplicate
         self.home.given.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_dropped = self.home.dropped
@@ -171,7 +171,7 @@ class Enactment:
             ("catalog", self._transfer.run),
             ("slow", self.home.slow.watch),
             ("elections", self.elections.run),
-            ("tending", self.tending.run),
+            ("membership_change", self.membership_change.run),
             ("archive", self.archive.run),
             ("lines", self.lines.run),
         ]

@@ -24,7 +24,7 @@ from ..capacity.door import Door
 from ..consensus.placement import is_queued
 from ..data.cache import BlobError
 from ..membership.members import Members
-from ..ports import Attempt, Blobs, NurseryGone, Reply, Worker, Workshop
+from ..ports import Attempt, Blobs, Launcher, NurseryGone, Reply, Worker
 from ..strategies.base import is_worth_reading
 from ..wire.messages import (
     Abort,
@@ -89,7 +89,7 @@ class Executor:
         outbox: Outbox,
         fencing: Fencing,
         blobs: Blobs,
-        workshop: Workshop,
+        workshop: Launcher,
         clock: Callable[[], float],
         gang_check_s: float,
         counts: Counter[str],

@@ -34,7 +34,7 @@ from ..wire.messages import (
     Member,
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
-from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, Problem
+from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError
 from .home import AlreadyHere, Home
 from .locate import SILENT_S, VOID_HOME, Locate
 from .work import due_at, is_much, read_document
@@ -86,7 +86,7 @@ class Gateway:
         while True:
             try:
                 return await self._ask_promptly(owner, id, question, arguments)
-            except Problem as problem:
+            except ApiError as problem:
                 # (what only a peer's return can mend is told at once)
                 late = asyncio.get_running_loop().time() > deadline
                 if problem.status != 503 or problem.lasting or late:
@@ -110,7 +110,7 @@ class Gateway:
                 late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # am I slow myself?
                 if not asked.done() and not late and count - len(silent) < majority(count):
                     why = standstill(silent, count, "do not answer")
-                    raise Problem(503, f"workflow {id} stands still: {why}", lasting=True)
+                    raise ApiError(503, f"workflow {id} stands still: {why}", lasting=True)
             return await asked
         finally:
             asked.cancel()
@@ -122,22 +122,22 @@ class Gateway:
             return await self._answers.answer(id, question, arguments, owner)
         home = await self._locate.home(id)
         if home is None:
-            raise Problem(404, f"there is no workflow {id}")
+            raise ApiError(404, f"there is no workflow {id}")
         if home == VOID_HOME and question == "document":  # is that key in use?
-            raise Problem(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
+            raise ApiError(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
         if home == VOID_HOME:  # another of its name may have been accepted where nobody answers now
-            raise Problem(503, f"nobody who answers has accepted workflow {id}")
+            raise ApiError(503, f"nobody who answers has accepted workflow {id}")
         member = self._members.get(home) if home else None
         if member is None or member.state >= State.DEAD:
             stuck = self._why_stuck(id) or self._locate.stuck.get(id, "")
             if stuck:
-                raise Problem(503, f"workflow {id} stands still: {stuck}", lasting=True)
+                raise ApiError(503, f"workflow {id} stands still: {stuck}", lasting=True)
             if not home:
                 why = "its keepers are agreeing on a new one"
-                raise Problem(503, f"workflow {id} has no home: {why}")
+                raise ApiError(503, f"workflow {id} has no home: {why}")
             self._locate.forget(id, home)
             down = f"the home of workflow {id}, peer {home.hex()[:8]}, is down"
-            raise Problem(503, f"{down}, and no other peer that is here keeps it", lasting=True)
+            raise ApiError(503, f"{down}, and no other peer that is here keeps it", lasting=True)
         packed = msgpack.packb(arguments)
         message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
         try:
@@ -145,14 +145,14 @@ class Gateway:
             answer = await self._rpc.call(member.contact, message, Answer, limit_s)
         except CallFailed as error:
             self._locate.forget(id, home)
-            raise Problem(503, f"the home of workflow {id} does not answer: {error}") from None
+            raise ApiError(503, f"the home of workflow {id} does not answer: {error}") from None
         if answer.status == MOVED:
             self._locate.forget(id, home)
-            raise Problem(503, f"workflow {id} is changing its home; ask again in a moment")
+            raise ApiError(503, f"workflow {id} is changing its home; ask again in a moment")
         if answer.status == STANDS_STILL:
-            raise Problem(503, json.loads(answer.body)["detail"], lasting=True)
+            raise ApiError(503, json.loads(answer.body)["detail"], lasting=True)
         if answer.status != 200:
-            raise Problem(answer.status, json.loads(answer.body)["detail"])
+            raise ApiError(answer.status, json.loads(answer.body)["detail"])
         return answer.body
 
     # ----------------------------------------------------------------- submitting
@@ -171,7 +171,7 @@ class Gateway:
             count = len(errors)
             first = str(error.problems[0])
             detail = first if count == 1 else f"{count} problems; the first is {first}"
-            raise Problem(422, detail, errors) from None
+            raise ApiError(422, detail, errors) from None
         id = new_id(self._rpc.me.id, self._rng, self.prefix)
         if "idempotency" in options:
             options["document"] = hashlib.sha256(text).hexdigest()
@@ -182,25 +182,25 @@ class Gateway:
         due = due_at(workflow, now)
         if due is not None and due <= now:
             late = f"{workflow.deadline} is {show_seconds(now - due)} ago: a deadline is ahead"
-            raise Problem(422, late, [views.FieldProblem(pointer="/deadline", message=late)])
+            raise ApiError(422, late, [views.FieldProblem(pointer="/deadline", message=late)])
         try:
             run = await self._home.submit(text, workflow, id, options, owner, patient)
         except Refused as error:
-            raise Problem(503, error.text) from None
+            raise ApiError(503, error.text) from None
         except ValidationError as error:
-            raise Problem(
+            raise ApiError(
                 422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
             ) from None
         except AlreadyHere:  # the same key, a moment ago
             try:
                 await self._same(owner, id, options)
-            except Problem as problem:
+            except ApiError as problem:
                 if problem.status != VOID_STATUS:
                     raise
-                raise Problem(503, "that submission broke off; submit it again") from None
+                raise ApiError(503, "that submission broke off; submit it again") from None
             return id, False
         except DatabaseError as error:
-            raise Problem(507, f"it can't be written to disk: {error}") from None
+            raise ApiError(507, f"it can't be written to disk: {error}") from None
         return run.id, True
 
     async def _read(self, text: bytes, options: dict[str, Any], owner: str) -> Workflow:
@@ -226,17 +226,19 @@ class Gateway:
             try:
                 await self._same(owner, id, options)
                 return id, False
-            except Problem as problem:
+            except ApiError as problem:
                 if problem.status == 404:
                     return id, True
                 if problem.status != VOID_STATUS:
                     raise
-        raise Problem(503, "submissions with this Idempotency-Key broke off too often; use another")
+        raise ApiError(
+            503, "submissions with this Idempotency-Key broke off too often; use another"
+        )
 
     async def _same(self, owner: str, id: str, options: dict[str, Any]) -> None:
         first = await self.ask(owner, id, "document")
         if first["hash"] != options["document"]:
-            raise Problem(
+            raise ApiError(
                 422,
                 "this Idempotency-Key was used for another document; use a new key for this one",
             )

@@ -58,8 +58,8 @@ from . import effects
 from .decisions import Decision
 from .delivery import Delivery
 from .dispatch import Dispatch
-from .duplicate_submissions import Twins
-from .effects import CancelCounts, Committed, InputsCount, ResultsCount
+from .duplicate_submissions import DuplicateSubmissions
+from .effects import CancelCounts, InputsCount, ResultsCount, WhenCommitted
 from .experience import Experience
 from .explain import waiting_for
 from .gangs import Company
@@ -110,7 +110,7 @@ class Home:
         self.closed = False  # this peer is leaving
         self.runs = Runs(journal)
         self.given = Given(rpc, members, journal.keeping.epoch, self.lost)
-        self.twins = Twins(journal.keeping, self.runs.is_active, self._cancel)
+        self.duplicates = DuplicateSubmissions(journal.keeping, self.runs.is_active, self._cancel)
         self.slow = Slow(self.active, clock, self._speed_of, self._begin_beside)
         self._experience = Experience()
         self._company = Company(rpc, members)
@@ -485,7 +485,7 @@ class Home:
                     self._start(run, placed)
                 case effects.Withdraw(keys):
                     self._withdraw(run, keys)
-                case effects.Abort(peer, keys):
+                case effects.AbortAttempts(peer, keys):
                     self.targets.abort(run, peer, list(keys))
                 case effects.Retry(task, wait_s):
                     wait_s *= 0.75 + self._rng.random() / 2
@@ -503,7 +503,7 @@ class Home:
                 case effects.Conclude(state):
                     self._concluded(run, state)
 
-    def _committed(self, run: Run, event: Committed) -> None:
+    def _committed(self, run: Run, event: WhenCommitted) -> None:
         """A majority has the entry that this hangs on; the run may have come to its end since."""
         decide = self._decision(run)
         match event:
@@ -594,7 +594,7 @@ class Home:
             decide.conclude()
 
     def _fenced(self, run: Run) -> None:
-        self._spawn(self.twins.look(run))
+        self._spawn(self.duplicates.look(run))
 
     def _wanted(self, run: Run, key: AttemptKey) -> bool:
         task = run.tasks[key.task]
@@ -647,7 +647,7 @@ class Home:
 
     async def stands(self, run: Run) -> bool:
         """What is known here of its end counts; False if this peer can't say so."""
-        return await self.reception.counts_now(run.id)
+        return await self.reception.is_committed(run.id)
 
     # ----------------------------------------------------------------- cancelling
 
@@ -656,7 +656,7 @@ class Home:
         if run is None or run.over:
             return run
         self._cancel(run, reason)
-        if not await self.reception.counts_now(id):
+        if not await self.reception.is_committed(id):
             raise Deposed(id)  # or its keepers do not answer: it is not said to be cancelled
         return run
 

@@ -66,7 +66,7 @@ class Locate:
                 self._homes.popitem(last=False)
         return home
 
-    async def twin(self, id: str, birth: int, epoch: int) -> bytes | None:
+    async def duplicate(self, id: str, birth: int, epoch: int) -> bytes | None:
         """Who goes on with another journal of this name, under a higher epoch."""
         others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         for member, found in await self.everyone(others, FindHome(workflow=id), FoundHome):

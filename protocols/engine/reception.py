@@ -156,7 +156,7 @@ class Reception:
 
     async def counted(self, by_run: dict[str, list[Outcome]]) -> list[AttemptKey]:
         """Of these outcomes, those of workflows of which all that was written counts by now."""
-        counted = await asyncio.gather(*map(self.counts_now, by_run))
+        counted = await asyncio.gather(*map(self.is_committed, by_run))
         return [
             ended.key
             for counts, outcomes in zip(counted, by_run.values(), strict=True)
@@ -164,7 +164,7 @@ class Reception:
             for ended in outcomes
         ]
 
-    async def counts_now(self, id: str) -> bool:
+    async def is_committed(self, id: str) -> bool:
         """All that was written of it so far counts; False if that can't be said soon."""
         try:
             async with asyncio.timeout(COUNT_S_MAX):
@@ -237,7 +237,7 @@ class Reception:
             return await elsewhere(message)
         run = await self._runs.get(id)
         found = run.unwanted(message.hashes) if run is not None else []
-        if run is None or (not run.over and not await self.counts_now(id)):
+        if run is None or (not run.over and not await self.is_committed(id)):
             raise Refused("moved", ELSEWHERE)
         return Unheld(hashes=tuple(found))
 
@@ -251,7 +251,7 @@ class Reception:
         run = await self._runs.get(id)
         if run is None:
             raise Refused("moved", ELSEWHERE)
-        counts = self._journal.is_over(id) or await self.counts_now(id)
+        counts = self._journal.is_over(id) or await self.is_committed(id)
         unwanted = set(run.unwanted(file.hash for file in files)) if counts else set()
         wanted = [file for file in files if file.hash not in unwanted]
         return [*unwanted, *await self._copies.hand_on(peer, run, wanted)]

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from ..membership.members import Members, State
 from ..strategies.base import READ_BYTES_MIN, Placed, Unit, reads_of
 from ..strategies.pilots.pilots import Pilots
-from ..strategies.pilots.site import Site
+from ..strategies.pilots.site import SiteView
 from ..tasks import Tasks
 from ..wire.messages import (
     Abort,
@@ -82,7 +82,7 @@ class Relay:
         self,
         rpc: Rpc,
         members: Members,
-        site: Site,
+        site: SiteView,
         pilots: Pilots,
         rng: random.Random,
         exchange: Exchange | None,

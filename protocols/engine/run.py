@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from valence.workflow.model import Needs, Task, Workflow
+from valence.workflow.model import Task, TaskNeeds, Workflow
 from valence.workflow.plan import levels, upward_ranks
 
 from ..wire.entries import (
@@ -486,7 +486,7 @@ class Run:
             timeout_s=other.timeout_s,
         )
 
-    def needs(self, task: str) -> Needs:
+    def needs(self, task: str) -> TaskNeeds:
         """As its document says, or as a policy has made of it."""
         found = self.spec(task).needs
         more = self.memory_bytes.get(task)

@@ -13,7 +13,7 @@ import msgpack
 
 from valence.protocols.wire import messages
 from valence.workflow import document, quantities, tree, wfformat
-from valence.workflow.model import Needs, Task, Workflow
+from valence.workflow.model import Task, TaskNeeds, Workflow
 
 from ..strategies.base import Placed
 from ..strategies.pilots.ranking import problem as rank_problem
@@ -42,7 +42,7 @@ def pack_arguments(spec: Task) -> bytes:
 
 
 @lru_cache(1000)
-def wire_needs(needs: Needs) -> messages.Needs:
+def wire_needs(needs: TaskNeeds) -> messages.Needs:
     """Checked: what can't be said in a message is refused with `ValidationError`."""
     found = messages.Needs(
         capacity=Capacity(

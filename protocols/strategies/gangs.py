@@ -45,7 +45,7 @@ SPARE = 2
 
 
 @dataclass(slots=True)
-class _Gang:
+class _GatheringGang:
     unit: Unit
     tag: GangTag
     added_at: float
@@ -81,8 +81,8 @@ class Gangs:
         self._clock = clock
         self._on_placed = on_placed
         self._estimate = estimate
-        self._gangs: dict[int, _Gang] = {}
-        self._of: dict[AttemptKey, _Gang] = {}
+        self._gangs: dict[int, _GatheringGang] = {}
+        self._of: dict[AttemptKey, _GatheringGang] = {}
         self._next_id = rng.getrandbits(48)
         self._wake = asyncio.Event()
         members.listen(self._member_changed, at_stake=self._gangs)
@@ -96,7 +96,7 @@ class Gangs:
                 continue
             self._next_id += 1
             tag = GangTag(self._clock(), self._next_id)
-            gang = _Gang(unit, tag, now, now, self._config.ask_backoff_s_min)
+            gang = _GatheringGang(unit, tag, now, now, self._config.ask_backoff_s_min)
             self._gangs[tag.id] = gang
             self._of.update(dict.fromkeys(unit.gang, gang))
             self._wake.set()
@@ -122,7 +122,7 @@ class Gangs:
         peer = new.contact.id
         self._soon(g for g in self._gangs.values() if came or peer in g.holding)
 
-    def _soon(self, gangs: Iterable[_Gang]) -> None:
+    def _soon(self, gangs: Iterable[_GatheringGang]) -> None:
         at = self._now() + self._config.ask_backoff_s_min  # such news comes in crowds
         for gang in gangs:
             if at < gang.next_at:
@@ -150,7 +150,9 @@ class Gangs:
 
     # ----------------------------------------------------------------- gathering
 
-    async def _gather(self, gang: _Gang, here: list[Member], matching: list[Member]) -> None:
+    async def _gather(
+        self, gang: _GatheringGang, here: list[Member], matching: list[Member]
+    ) -> None:
         config, now = self._config, self._now()
         wanted = [m for m in matching if m.contact.id not in gang.unit.avoid]
         wanted = wanted if len(wanted) >= gang.size else matching
@@ -167,7 +169,7 @@ class Gangs:
         if len(gang.leases) >= gang.size and gang.tag.id in self._gangs:
             self._place(gang, len(matching))
 
-    async def _take(self, gang: _Gang, wanted: list[Member]) -> None:
+    async def _take(self, gang: _GatheringGang, wanted: list[Member]) -> None:
         """What is free right now, at enough peers; or nothing."""
         config = self._config
         order = self._rng.sample(wanted, len(wanted))
@@ -190,7 +192,7 @@ class Gangs:
             self._give_back(gang, set(gang.leases))
             self._later(gang)
 
-    async def _hold(self, gang: _Gang, wanted: list[Member]) -> None:
+    async def _hold(self, gang: _GatheringGang, wanted: list[Member]) -> None:
         """What comes free at as many peers as are needed."""
         contacts = {m.contact.id: m.contact for m in wanted}
         gone = {peer for peer in gang.holding if peer not in contacts}
@@ -216,7 +218,7 @@ class Gangs:
         now = self._now()
         gang.next_at = now + (0.1 if refused else self._config.gang_renew_s)
 
-    async def _swap(self, gang: _Gang, others: list[Contact]) -> None:
+    async def _swap(self, gang: _GatheringGang, others: list[Contact]) -> None:
         """Where it waits for long, another may have room by now: a few are asked each time."""
         waiting = [peer for peer in gang.holding if peer not in gang.leases]
         if not waiting or not others:
@@ -232,7 +234,7 @@ class Gangs:
             elif has_room:
                 self._give_back(gang, [contact.id])
 
-    async def _ask(self, gang: _Gang, contact: Contact, hold: bool) -> bool:
+    async def _ask(self, gang: _GatheringGang, contact: Contact, hold: bool) -> bool:
         """True if that peer has room for it, or keeps what comes free."""
         unit, now = gang.unit, self._now()
         due_s = None if unit.deadline_at is None else unit.deadline_at - now
@@ -260,7 +262,7 @@ class Gangs:
                 self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
         return bool(grant.leases) or grant.held
 
-    def _place(self, gang: _Gang, matching: int) -> None:
+    def _place(self, gang: _GatheringGang, matching: int) -> None:
         known = self._members.get
         peers = [m for peer in gang.leases if (m := known(peer)) is not None]
         if len(peers) < gang.size:  # one was forgotten just now
@@ -286,12 +288,12 @@ class Gangs:
 
     # ----------------------------------------------------------------- small things
 
-    def _remove(self, gang: _Gang) -> None:
+    def _remove(self, gang: _GatheringGang) -> None:
         del self._gangs[gang.tag.id]
         for key in gang.unit.gang:
             del self._of[key]
 
-    def _give_back(self, gang: _Gang, peers: Iterable[bytes]) -> None:
+    def _give_back(self, gang: _GatheringGang, peers: Iterable[bytes]) -> None:
         for peer in sorted(peers):
             gang.leases.pop(peer, None)
             if peer in gang.holding:
@@ -300,7 +302,7 @@ class Gangs:
             if contact is not None:
                 self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
 
-    def _later(self, gang: _Gang) -> None:
+    def _later(self, gang: _GatheringGang) -> None:
         gang.next_at = self._now() + gang.wait_s * (0.75 + 0.5 * self._rng.random())
         gang.wait_s = min(self._config.gang_renew_s, 2 * gang.wait_s)
 

@@ -25,7 +25,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
-class Files:
+class FileEvents:
     """What becomes of files here: strategies that place by data want to know."""
 
     #: of those that are held: a part of their hashes, and bytes
@@ -47,7 +47,7 @@ class Context:
     rng: random.Random
     config: Config
     door: Door  # to this peer's own capacity
-    files: Files
+    files: FileEvents
     on_placed: OnPlaced
     estimate: Estimate
 

@@ -22,7 +22,7 @@ VALUES_DEEP_MAX = 8
 T = TypeVar("T")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     REQUEST = 0
     REPLY = 1
     TELL = 2  # wants no answer
@@ -35,12 +35,12 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    kind: Kind
+    kind: FrameKind
     id: int
     message: Message | None
 
 
-def encode(kind: Kind, id: int, message: Message | None) -> bytes:
+def encode(kind: FrameKind, id: int, message: Message | None) -> bytes:
     row: list[Any] = [VERSION, int(kind), id]
     if message is not None:
         row.append(message.number)
@@ -58,8 +58,8 @@ def decode(data: bytes) -> Envelope:
         raise Malformed("not an envelope of this version")
     if type(row[1]) is not int or type(row[2]) is not int or not 0 <= row[1] <= 3:
         raise Malformed("not an envelope")
-    kind = Kind(row[1])
-    if kind is Kind.WORKING:
+    kind = FrameKind(row[1])
+    if kind is FrameKind.WORKING:
         return Envelope(kind, row[2], None)
     cls = BY_NUMBER.get(row[3]) if len(row) > 3 and type(row[3]) is int else None
     if cls is None:

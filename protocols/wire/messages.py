@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from ..data.chunk_manifest import SHEET_BYTES_MAX
+from ..data.chunk_manifest import MANIFEST_BYTES_MAX
 
 ID_BYTES = 20
 
@@ -708,8 +708,8 @@ class OpenedBlob(Message):
     """`have`: a bit for each chunk that is here; empty: all are."""
 
     size: Natural
-    sheet: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)]
-    have: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)] = b""
+    sheet: Annotated[bytes, Field(max_length=MANIFEST_BYTES_MAX)]  # the chunk manifest
+    have: Annotated[bytes, Field(max_length=MANIFEST_BYTES_MAX)] = b""
 
 
 @numbered(75)
@@ -728,7 +728,7 @@ class Chunk(Message):
     forgettable: ClassVar[bool] = True
 
     data: bytes
-    have: Annotated[bytes, Field(max_length=SHEET_BYTES_MAX)] = b""  # as in `OpenedBlob`
+    have: Annotated[bytes, Field(max_length=MANIFEST_BYTES_MAX)] = b""  # as in `OpenedBlob`
     ask: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
 from ..config import Config
-from .codec import Kind, Malformed, decode, encode
+from .codec import FrameKind, Malformed, decode, encode
 from .messages import Contact, Message, Refusal
 
 R = TypeVar("R", bound=Message)
@@ -46,7 +46,7 @@ class CallFailed(Exception):
     """The base of what can become of a call besides its answer."""
 
 
-class Unreachable(CallFailed):
+class PeerUnreachable(CallFailed):
     """No answer came. Whether it was carried out is not known."""
 
 
@@ -173,7 +173,7 @@ class Rpc:
             return
         self.counts.tells += 1
         self._count(message)
-        self._send(to, encode(Kind.TELL, 0, message))
+        self._send(to, encode(FrameKind.TELL, 0, message))
 
     async def _call_self(self, message: Message) -> Message:
         result = self._handle(self.me, message)
@@ -190,14 +190,14 @@ class Rpc:
         self, to: Contact, message: Message, timeout_s: float, probing: bool
     ) -> Message:
         if self._closed:
-            raise Unreachable("this peer is closing")
+            raise PeerUnreachable("this peer is closing")
         if len(self._pending) >= self._config.pending_calls_max:
             self.counts.overload += 1
             raise Refused("overload", "too many calls are waiting for answers here")
         loop = asyncio.get_running_loop()
         self._next_id += 1
         id = self._next_id
-        payload = encode(Kind.REQUEST, id, message)
+        payload = encode(FrameKind.REQUEST, id, message)
         if len(payload) > self._config.message_bytes_max:
             raise Refused("size", f"{type(message).__name__} has {len(payload):,} bytes")
         streamed = len(payload) > self._config.datagram_bytes_max
@@ -218,7 +218,7 @@ class Rpc:
             if not probing:
                 self.on_unreachable(to)
             where = f"{to.host}:{to.port}"
-            raise Unreachable(f"no answer from {where} within {timeout_s:g} s") from None
+            raise PeerUnreachable(f"no answer from {where} within {timeout_s:g} s") from None
         finally:
             if pending.timer:
                 pending.timer.cancel()
@@ -228,7 +228,7 @@ class Rpc:
         """It has left or is dead: nobody waits for its answers any longer."""
         for pending in list(self._pending.values()):
             if pending.to.id == peer and not pending.future.done():
-                pending.future.set_exception(Unreachable("that peer is gone"))
+                pending.future.set_exception(PeerUnreachable("that peer is gone"))
 
     def _repeat(self, id: int) -> None:
         pending = self._pending.get(id)
@@ -272,9 +272,9 @@ class Rpc:
             self.counts.malformed += 1
             return
         self.on_heard(sender)
-        if envelope.kind is Kind.REQUEST and envelope.message is not None:
+        if envelope.kind is FrameKind.REQUEST and envelope.message is not None:
             self._request(sender, envelope.id, envelope.message)
-        elif envelope.kind is Kind.TELL and envelope.message is not None:
+        elif envelope.kind is FrameKind.TELL and envelope.message is not None:
             self._start(sender, None, envelope.message)
         else:
             self._answered(sender, envelope.id, envelope.message)
@@ -304,7 +304,7 @@ class Rpc:
         served = self._served.get(key)
         if served is not None:
             self.counts.repeats_answered += 1
-            self._send(sender, served.answer or encode(Kind.WORKING, id, None))
+            self._send(sender, served.answer or encode(FrameKind.WORKING, id, None))
             return
         self._forget(now)
         full = len(self._served) >= self._config.answers_kept_max
@@ -318,7 +318,7 @@ class Rpc:
     def _overloaded(self, sender: Contact, id: int) -> None:
         self.counts.overload += 1
         refusal = Refusal(code="overload", text="this peer is serving too many requests")
-        self._send(sender, encode(Kind.REPLY, id, refusal))
+        self._send(sender, encode(FrameKind.REPLY, id, refusal))
 
     def _forget(self, now: float) -> None:
         while self._served:
@@ -402,10 +402,10 @@ class Rpc:
     ) -> None:
         if id is None:
             return
-        payload = encode(Kind.REPLY, id, answer or Refusal(code="nothing"))
+        payload = encode(FrameKind.REPLY, id, answer or Refusal(code="nothing"))
         if len(payload) > self._config.message_bytes_max:
             text = f"the answer has {len(payload):,} bytes"
-            payload = encode(Kind.REPLY, id, Refusal(code="size", text=text))
+            payload = encode(FrameKind.REPLY, id, Refusal(code="size", text=text))
         large = len(payload) > self._config.datagram_bytes_max
         if remember is not None and large and isinstance(answer, Message) and answer.forgettable:
             # on a stream, which delivers or breaks: before that can be told, a repeat is only
@@ -425,7 +425,7 @@ class Rpc:
         self._closed = True
         for pending in list(self._pending.values()):
             if not pending.future.done():
-                pending.future.set_exception(Unreachable("this peer is closing"))
+                pending.future.set_exception(PeerUnreachable("this peer is closing"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

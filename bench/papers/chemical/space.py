@@ -109,7 +109,7 @@ class _Overlay(Ring):
 
 
 class Node(Guest):
-    def __init__(self, space: Space, index: int, member: Member, view: Members) -> None:
+    def __init__(self, space: ChemicalSpace, index: int, member: Member, view: Members) -> None:
         self.space = space
         self.member = member
         self.rng = random.Random(f"{space.plan.seed} node {index}")
@@ -196,7 +196,7 @@ class Node(Guest):
         assert not answer.refused, answer.refused
 
 
-class Space:
+class ChemicalSpace:
     def __init__(self, plan: Experiment) -> None:
         self.plan = plan
         self.network = Network(plan.seed, Faults(latency_s=STEP_S / 2, jitter_s=STEP_S / 2))
@@ -315,6 +315,6 @@ class Space:
 
 def experiment(plan: Experiment) -> Result:
     async def run() -> Result:
-        return await Space(plan).run()
+        return await ChemicalSpace(plan).run()
 
     return run_out(run())

@@ -19,14 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from sim.disk import Platter, SimDatabase
-from sim.files import SimBlobs, SimWorkshop
+from sim.files import SimBlobs, SimLauncher
 from sim.host import QueueHost
 from sim.loop import run_out
 from sim.network import Network
-from valence.peer.journal_storage import JournalStorage
-from valence.peer.outbox_storage import OutboxStorage
+from valence.peer.journal_storage import SqliteJournalStorage
+from valence.peer.outbox_storage import SqliteOutboxStorage
 from valence.protocols.config import LAN, Config
-from valence.protocols.data.cache import Room
+from valence.protocols.data.cache import Reservation
 from valence.protocols.data.transfer import Transfer, Unavailable
 from valence.protocols.engine.enactment import Enactment
 from valence.protocols.membership.members import Members, believe
@@ -144,7 +144,7 @@ class Node:
         self.transfer = Transfer(
             self.rpc, self.blobs, members, self.records, self._clock, random.Random(seed),
         )  # fmt: skip
-        self.workshop = SimWorkshop(self.blobs, self.transfer, rng)
+        self.workshop = SimLauncher(self.blobs, self.transfer, rng)
         database = SimDatabase(Platter(), random.Random(seed))
         nobody = SimpleNamespace(stir=lambda: None, suspect=lambda *_: None, watched=None)
         self.enactment = Enactment(
@@ -152,8 +152,8 @@ class Node:
             members=members,
             liveness=nobody,  # type: ignore[arg-type]
             records=self.records,
-            journals=JournalStorage(database, self._clock),
-            outbox=OutboxStorage(database, self._clock),
+            journals=SqliteJournalStorage(database, self._clock),
+            outbox=SqliteOutboxStorage(database, self._clock),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=self.workshop,
@@ -179,7 +179,7 @@ class Node:
         assert self.queue is not None
         return await self.rpc.call(self.queue, message, Message, 30.0)
 
-    async def _from_queue(self, file: File, hold: str, room: Room) -> None:
+    async def _from_queue(self, file: File, hold: str, room: Reservation) -> None:
         assert self.queue is not None
         message = ReadBlob(hash=file.hash, offset=0, length=max(1, file.size))
         try:

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from chaos.processes import Processes, until
+from chaos.processes import PeerProcesses, until
 from chaos.queues import Queue
-from valence.client import Workflow
+from valence.client import WorkflowHandle
 
 from .field import SITES, document
 
@@ -42,7 +42,7 @@ def commands(kind: str, tasks: int) -> dict[str, Any]:
     return made
 
 
-def delays_of(workflow: Workflow) -> list[float]:
+def delays_of(workflow: WorkflowHandle) -> list[float]:
     """Between two tasks of a pilot."""
     by_pilot: dict[str, list[tuple[float, float]]] = {}
     for row in workflow.tasks():
@@ -62,7 +62,7 @@ def live(pilots: int, kinds: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="valence-pilots-") as place:
         queue = Queue(Path(place) / "queue")
         token = secrets.token_urlsafe(24)
-        sites: list[Processes] = []
+        sites: list[PeerProcesses] = []
         try:
             queue.start(token)
             for number, site in enumerate(SITES):
@@ -72,7 +72,7 @@ def live(pilots: int, kinds: list[str]) -> list[dict[str, Any]]:
                 (home / "token").chmod(0o600)
                 count = (pilots + number) // len(SITES)
                 more = ("--cpus", "1", "--site", site)
-                sites.append(Processes(home, count, *more, VALENCE_QUEUE=queue.url))
+                sites.append(PeerProcesses(home, count, *more, VALENCE_QUEUE=queue.url))
                 print(f"{count} pilots of site {site} are up", file=sys.stderr, flush=True)
             until(lambda: len(queue.client().peers()) == pilots, 60)
             for kind in kinds:

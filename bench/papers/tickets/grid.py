@@ -30,7 +30,7 @@ from valence.protocols.strategies.base import Placed, Placement, Strategy, Unit
 from valence.protocols.strategies.tickets.claims import Tickets
 from valence.protocols.strategies.tickets.config import TicketsConfig
 from valence.protocols.strategies.tickets.owner import Owner
-from valence.protocols.strategies.tickets.provider import Booth
+from valence.protocols.strategies.tickets.provider import TicketProvider
 from valence.protocols.strategies.tickets.space import Space
 from valence.protocols.wire.messages import (
     AttemptKey,
@@ -162,7 +162,7 @@ class FirstMatch:
                 )
 
 
-class Site(Guest):
+class GridSite(Guest):
     """A broker and a resource, as one peer is."""
 
     def __init__(self, grid: Grid, index: int, member: Member, everybody: list[Member]) -> None:
@@ -182,7 +182,7 @@ class Site(Guest):
         door.open(self)
         self.works: list[Any] = []
         self.strategy: Strategy | FirstMatch
-        self.booth: Booth | None = None
+        self.provider: TicketProvider | None = None
         self.owner: Owner | None = None
         if grid.plan.mode in NON_COOPERATIVE:
             each = grid.plan.mode == "task by task"
@@ -194,11 +194,11 @@ class Site(Guest):
             self.strategy = Tickets(
                 self.rpc, self.members, space, self.rng, config, self.placed, self.estimate
             )
-            self.booth = Booth(
+            self.provider = TicketProvider(
                 self.rpc, self.members, space, self.rng, config, door.reserve, door.ticket
             )
-            door.on_room.append(self.booth.changed)
-            self.works = [self.strategy.run(), self.owner.run(), self.booth.run()]
+            door.on_room.append(self.provider.changed)
+            self.works = [self.strategy.run(), self.owner.run(), self.provider.run()]
 
     # as a resource
 
@@ -257,7 +257,7 @@ class Grid:
             everybody.append(
                 Member(contact, "http://x", Capacity(1000 * processors, 2**40), traits)
             )
-        self.sites = [Site(self, i, m, everybody) for i, m in enumerate(everybody)]
+        self.sites = [GridSite(self, i, m, everybody) for i, m in enumerate(everybody)]
         self.ready_at: dict[str, float] = {}
         self.sizes: dict[str, float] = {}
         self.sums: Counter[str] = Counter()
@@ -288,7 +288,7 @@ class Grid:
 
     # a task's key: workflow = its broker's number, task = its own
 
-    def unit(self, site: Site, key: AttemptKey) -> Unit:
+    def unit(self, site: GridSite, key: AttemptKey) -> Unit:
         broker = int(key.workflow)
         # upward rank: the levels that come after it, each as long as a task of mean size
         rank = (2 * FORKS + 1 - int(key.task.split(".")[0])) * sum(MI) / 2 / SPEED
@@ -353,8 +353,8 @@ class Grid:
         notified = offered = 0
         tickets = claims = 0
         for site in self.sites:
-            if site.owner is not None and site.booth is not None:
-                tickets += site.booth.counts["tickets"]
+            if site.owner is not None and site.provider is not None:
+                tickets += site.provider.counts["tickets"]
                 claims += site.owner.counts["claims"]
                 offered += site.strategy.counts["offered"]  # type: ignore[union-attr]
         notified = offered or count

@@ -39,7 +39,7 @@ def kind_of(needs: Needs, here: list[Member]) -> Needs:
     return kind if 0 < RARE * count <= len(here) else ALL
 
 
-class Kind:
+class ResourceKind:
     def __init__(self, needs: Needs, members: Members, config: Config) -> None:
         self.needs = needs
         #: where the ring begins for it

@@ -27,13 +27,13 @@ from ...config import Config
 from ...membership.liveness import Liveness
 from ...membership.members import Members, State
 from ...tasks import Tasks
-from ...wire.codec import Kind as Envelope
+from ...wire.codec import FrameKind as Envelope
 from ...wire.codec import Malformed, decode, encode
 from ...wire.messages import Contact, Done, Member, Needs, Reserve, ReturnLeases, Room, Ticket
 from ...wire.rpc import CallFailed, Rpc
 from .config import ChemicalConfig
 from .holder import ROOM, alike, rest_of, room, used_of
-from .kinds import ALL, Kind
+from .kinds import ALL, ResourceKind
 from .messages import (
     Appeared,
     Arouse,
@@ -77,7 +77,7 @@ class Layer:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.scale = FIRST
-        self.kinds: dict[Needs, Kind] = {ALL: Kind(ALL, members, config)}
+        self.kinds: dict[Needs, ResourceKind] = {ALL: ResourceKind(ALL, members, config)}
         #: True: it is wanted
         self.on_appeared: Callable[[Meta, Needs, int], bool] = lambda meta, needs, count: False
         #: how a place is found where not every peer knows all others
@@ -113,7 +113,7 @@ class Layer:
         """This peer is, and may be taken by anybody."""
         return self._mine()[0] < 1
 
-    def kind(self, needs: Needs) -> Kind:
+    def kind(self, needs: Needs) -> ResourceKind:
         """That kind of peers. If there are too many, all: needs are looked at on the way, too."""
         found = self.kinds.get(needs)
         if found is None:
@@ -123,7 +123,7 @@ class Layer:
             if len(self.kinds) >= self._own.kinds_max:
                 self.counts["kinds_refused"] += 1
                 return self.kinds[ALL]
-            found = self.kinds[needs] = Kind(needs, self._members, self._config)
+            found = self.kinds[needs] = ResourceKind(needs, self._members, self._config)
             found.until = now + self._own.refresh_s
         return found
 
@@ -257,7 +257,7 @@ class Layer:
                     kind.at[holder] = rest
         self.changed()
 
-    def rest(self, kind: Kind, meta: Meta, needs: Needs, count: int) -> Meta | None:
+    def rest(self, kind: ResourceKind, meta: Meta, needs: Needs, count: int) -> Meta | None:
         """What is left of a molecule where it is: a rest whose place is the same."""
         member = self._members.get(meta.peer)
         if member is None or self.locate is not None:
@@ -289,7 +289,7 @@ class Layer:
                     said |= await self._say(kind)
             said_at = self._now() if said else said_at
 
-    async def _say(self, kind: Kind) -> bool:
+    async def _say(self, kind: ResourceKind) -> bool:
         """Where it stands, if that is elsewhere than was said, or was long ago."""
         me, now = self._members.me.contact.id, self._now()
         stands, ticket = self._mine()
@@ -333,7 +333,7 @@ class Layer:
             asyncio.get_running_loop().call_later(AGAIN_S, self._wake.set)
         return True
 
-    async def place(self, kind: Kind, stands: float) -> bytes:
+    async def place(self, kind: ResourceKind, stands: float) -> bytes:
         """The node that holds what has this order."""
         if self.locate is not None:
             return await self.locate(key(kind.start, self.scale, stands))
@@ -387,7 +387,11 @@ class Layer:
                 self._hand_on(kind, tuple(surplus[start : start + METAS_MAX]), (), 0)
 
     def _hand_on(
-        self, kind: Kind, metas: tuple[Meta, ...], gone: tuple[tuple[bytes, int], ...], hops: int
+        self,
+        kind: ResourceKind,
+        metas: tuple[Meta, ...],
+        gone: tuple[tuple[bytes, int], ...],
+        hops: int,
     ) -> None:
         """To the next on the ring."""
         successor = kind.following(self._rpc.me.id, after=True)
@@ -404,11 +408,11 @@ class Layer:
         except CallFailed:
             self.counts["not_passed_on"] += 1  # its peer says it again before long
 
-    def give(self, kind: Kind, meta: Meta, needs: Needs, count: int) -> None:
+    def give(self, kind: ResourceKind, meta: Meta, needs: Needs, count: int) -> None:
         """So many units of it are given away; what is left, if it has its place here, stays."""
         kind.stretch.give(meta, self.rest(kind, meta, needs, count))
 
-    def _tell_wishes(self, kind: Kind, meta: Meta, now: float) -> None:
+    def _tell_wishes(self, kind: ResourceKind, meta: Meta, now: float) -> None:
         member = self._members.get(meta.peer)
         if member is None or meta.order >= STEPS:
             return

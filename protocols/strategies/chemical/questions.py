@@ -28,7 +28,7 @@ from ...wire.messages import Contact, Done, Needs, ReturnLeases
 from ...wire.rpc import CallFailed, RoundTrip, Rpc
 from .config import ChemicalConfig
 from .holder import Wish, room
-from .kinds import Kind, kind_of
+from .kinds import ResourceKind, kind_of
 from .layer import Layer
 from .messages import Found, Range, Ranged
 from .scale import STEPS, place, stretch_from, tie
@@ -240,7 +240,7 @@ class Questions:
         self._walked[key] = now
         return False
 
-    def _given_to(self, kind: Kind, message: Range) -> tuple[Found, ...]:
+    def _given_to(self, kind: ResourceKind, message: Range) -> tuple[Found, ...]:
         now = self._now()
         while self._given:
             oldest, (at, _) = next(iter(self._given.items()))
@@ -255,7 +255,7 @@ class Questions:
             self._given[key] = now, rows
         return rows
 
-    def _give(self, kind: Kind, message: Range, now: float) -> tuple[Found, ...]:
+    def _give(self, kind: ResourceKind, message: Range, now: float) -> tuple[Found, ...]:
         seam = kind.seam(self._layer.scale, self._rpc.me.id)
         low, high = message.low, message.high
         if message.again:
@@ -294,7 +294,7 @@ class Questions:
 
     # ----------------------------------------------------------------- going on
 
-    def _walk_on(self, kind: Kind, message: Range, given: tuple[Found, ...]) -> None:
+    def _walk_on(self, kind: ResourceKind, message: Range, given: tuple[Found, ...]) -> None:
         """With what this node has given, to the next one, or back with all there is."""
         rows = message.rows + given
         left = message.count - sum(count for _, count in given)
@@ -322,7 +322,7 @@ class Questions:
         left = message.rows[len(rows) :]
         return message.model_copy(update={"part": message.part + 1, "rows": left})
 
-    def _next(self, kind: Kind, message: Range, at: bytes, gone_on: float) -> bool:
+    def _next(self, kind: ResourceKind, message: Range, at: bytes, gone_on: float) -> bool:
         """From this node on. False: that was the last one."""
         goes_on = place(self._layer.scale, message.high) > kind.far(at) or gone_on < message.high
         enough = message.leg == SEARCH and message.empty >= self._patience(kind, message)
@@ -343,13 +343,13 @@ class Questions:
         self._begin(kind, message.model_copy(update=update))
         return True
 
-    def _patience(self, kind: Kind, message: Range) -> float:
+    def _patience(self, kind: ResourceKind, message: Range) -> float:
         """Nodes in a row that have nothing, before a stretch is left: not many of one with many."""
         scale, most = self._layer.scale, self._own.empty_max
         share = place(scale, message.top) - place(scale, float(int(message.low)))
         return most if share * kind.count < most else most / 2
 
-    def _search_on(self, kind: Kind, message: Range, enough: bool) -> bool:
+    def _search_on(self, kind: ResourceKind, message: Range, enough: bool) -> bool:
         """Where a stretch ends."""
         if message.low > int(message.low) and not enough:  # it began in the middle
             update = {"low": float(int(message.low)), "high": message.low}
@@ -365,7 +365,7 @@ class Questions:
         self._begin(kind, self._stretch(kind, message, message.top))
         return True
 
-    def _stretch(self, kind: Kind, message: Range, low: float) -> Range:
+    def _stretch(self, kind: ResourceKind, message: Range, low: float) -> Range:
         """The question for what is alike from this order on."""
         top, alike = stretch_from(self._layer.scale, low, kind.count)
         if alike:  # whoever computes it: the same, should it be asked again
@@ -373,29 +373,29 @@ class Questions:
             low = int(low) + tie(seed)
         return message.model_copy(update={"low": low, "high": top, "top": top})
 
-    def _begin(self, kind: Kind, message: Range) -> None:
+    def _begin(self, kind: ResourceKind, message: Range) -> None:
         """Where its leg does."""
         if self._layer.locate is None:
             self._begin_at(kind, message, kind.holder(self._layer.scale, message.low))
         else:
             self._tasks.spawn(self._begin_far(kind, message))
 
-    async def _begin_far(self, kind: Kind, message: Range) -> None:
+    async def _begin_far(self, kind: ResourceKind, message: Range) -> None:
         self._begin_at(kind, message, await self._layer.place(kind, message.low))
 
-    def _begin_at(self, kind: Kind, message: Range, holder: bytes) -> None:
+    def _begin_at(self, kind: ResourceKind, message: Range, holder: bytes) -> None:
         seam = kind.following(kind.start)
         past = place(self._layer.scale, message.low) > kind.far(seam)
         self._send(kind, message.model_copy(update={"again": holder == seam and past}), holder)
 
-    def _send(self, kind: Kind, message: Range, holder: bytes) -> None:
+    def _send(self, kind: ResourceKind, message: Range, holder: bytes) -> None:
         contact = self._members.contact(holder)
         if contact is not None and not message.careful:
             self._rpc.tell(contact, message)
         else:
             self._tasks.spawn(self._send_carefully(kind, message, holder))
 
-    async def _send_carefully(self, kind: Kind, message: Range, holder: bytes) -> None:
+    async def _send_carefully(self, kind: ResourceKind, message: Range, holder: bytes) -> None:
         contact = self._members.contact(holder)
         if contact is not None and await self._make_sure(contact, message):
             return

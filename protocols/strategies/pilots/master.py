@@ -36,7 +36,7 @@ from .listing import List
 from .messages import Assign, Bid, Idle, Landing, Line, PostUnits, TaskList, UnitsPosted, Wanting
 from .pilot import HIGH, LOW, Pilot
 from .ranking import by_default
-from .site import Site
+from .site import SiteView
 
 EXCERPT_MAX = 400
 PLAIN_MAX = 64
@@ -80,7 +80,7 @@ class Master:
         self,
         rpc: Rpc,
         members: Members,
-        site: Site,
+        site: SiteView,
         pilot: Pilot,
         rng: random.Random,
         config: Config,

@@ -32,7 +32,7 @@ from .listing import Copy
 from .messages import Assign, Bid, Bids, Idle, Landing, Line, Seats, TaskList, TaskListed
 from .ranking import ranking
 from .regions import Region, divide
-from .site import Site
+from .site import SiteView
 
 COPIES_MAX = 4
 ROUNDS_MAX = 64
@@ -69,7 +69,7 @@ class Pilot:
         self,
         rpc: Rpc,
         members: Members,
-        site: Site,
+        site: SiteView,
         rng: random.Random,
         config: Config,
         reserve: Reserve,

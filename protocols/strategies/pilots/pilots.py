@@ -32,7 +32,7 @@ from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
 from .config import PilotsConfig
 from .messages import PostUnits, Seats, UnitsPosted, Wanting
-from .site import Site
+from .site import SiteView
 
 UNITS_PER_MESSAGE = 1000
 GATHER_S = 0.0
@@ -74,7 +74,7 @@ class Pilots:
         self,
         rpc: Rpc,
         members: Members,
-        site: Site,
+        site: SiteView,
         rng: random.Random,
         config: Config,
         on_placed: OnPlaced,

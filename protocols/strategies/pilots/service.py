@@ -10,14 +10,14 @@ from .assignment import preload
 from .master import Master
 from .pilot import Pilot
 from .pilots import Pilots
-from .site import Site
+from .site import SiteView
 
 
 class PilotsService(Service):
     def __init__(self, context: Context) -> None:
         rpc, members, rng, config = context.rpc, context.members, context.rng, context.config
         door, files = context.door, context.files
-        self.site = Site(members)
+        self.site = SiteView(members)
         self.pilot = Pilot(
             rpc, members, self.site, rng, config, door.reserve, door.ticket, files.held
         )

@@ -11,7 +11,7 @@ from ...membership.members import Members
 from ...wire.messages import Member
 
 
-class Site:
+class SiteView:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._pilots: dict[str, list[Member]] = {}

@@ -1,8 +1,8 @@
 """`tickets`: a home posts claims to cells; peers whose tickets meet them offer room.
 
 After seed 004: decentralised and cooperative scheduling through a coordination space. `space` says
-where claims and tickets meet, `market` how they are matched, `owner` and `booth` are the two sides
-of a cell. This is the third: the broker.
+where claims and tickets meet, `market` how they are matched, `owner` and `provider` are the two
+sides of a cell. This is the third: the broker.
 
 Rules:
 - One claim for all units of the same needs: a number, not a thousand claims (beyond the paper).

@@ -30,7 +30,7 @@ FAILURES_MAX = 10
 AGAIN_S = 0.1
 
 
-class Booth:
+class TicketProvider:
     def __init__(
         self,
         rpc: Rpc,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..service import Context, Metric, Service, Work
 from .claims import Tickets
 from .owner import Owner
-from .provider import Booth
+from .provider import TicketProvider
 from .space import Space
 
 
@@ -17,17 +17,21 @@ class TicketsService(Service):
         self.claims = self.strategy = Tickets(
             rpc, members, space, rng, config, context.on_placed, context.estimate
         )
-        self.booth = Booth(rpc, members, space, rng, config, door.reserve, door.ticket)
-        door.on_room.append(self.booth.changed)
+        self.provider = TicketProvider(rpc, members, space, rng, config, door.reserve, door.ticket)
+        door.on_room.append(self.provider.changed)
 
     def works(self) -> list[tuple[str, Work]]:
-        return [("claims", self.claims.run), ("cells", self.owner.run), ("booth", self.booth.run)]
+        return [
+            ("claims", self.claims.run),
+            ("cells", self.owner.run),
+            ("provider", self.provider.run),
+        ]
 
     def metrics(self) -> list[Metric]:
         return [
             Metric("claims", "Claims of this peer's workflows", lambda: self.claims.counts),
             Metric("cells", "Claims and tickets in its cells", lambda: self.owner.counts),
-            Metric("tickets", "Tickets of this peer", lambda: self.booth.counts),
+            Metric("tickets", "Tickets of this peer", lambda: self.provider.counts),
         ]
 
     async def close(self) -> None:
