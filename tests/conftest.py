@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.reaper import naming
 from valence.client import Client
 
 #: with processes of their own, or whole simulated worlds: not for the edit loop (`make quick`)
@@ -99,20 +101,15 @@ class Cluster:
 
     def processes(self) -> list[str]:
         """All processes that name this cluster's directory or were started in it."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                where = os.readlink(path / "cwd")
-                line = (path / "cmdline").read_bytes().decode(errors="replace")
-                variables = (path / "environ").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            mine = str(self.home)
-            if int(path.name) != os.getpid() and (
-                mine in where or mine in line or mine in variables
-            ):
-                found.append(f"{path.name} {line[:100]}")
-        return found
+        mine = [pid for pid in naming(str(self.home)) if pid != os.getpid()]
+        return [f"{pid} {command(pid)}" for pid in mine]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")[:100]
+    except OSError:
+        return "(gone)"
 
 
 #: no test is about how fast this machine is: whatever is waited for this long hangs
@@ -128,6 +125,28 @@ def wait_for(condition: Callable[[], Any]) -> Any:
             return found
         assert time.monotonic() < deadline, f"not true within {HANGS_S:g} s"
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def reaped(directory: Path) -> Iterator[None]:
+    """Whatever happens to this process, what it has started in that directory ends."""
+    script = Path(__file__).parent / "reaper.py"
+    reaper = subprocess.Popen(
+        [sys.executable, str(script), str(directory)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert reaper.stdin is not None
+    try:
+        yield
+        reaper.stdin.write(b".")
+    finally:
+        reaper.stdin.close()
+        reaper.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with reaped(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture(scope="session")

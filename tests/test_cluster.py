@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -613,10 +612,10 @@ def test_ctrl_c_while_watching_is_clean(cluster, tmp_path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     line = process.stdout.readline()
-    time.sleep(0.5)
+    id = re.search(r"\((w\w+)\)", line)[1]
+    wait_for(lambda: cluster.client().workflow(id).view()["counts"].get("running"))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    id = re.search(r"\((w\w+)\)", line)[1]
     assert process.returncode == 130
     assert "Traceback" not in err
     assert f"valence watch {id}" in err

@@ -73,15 +73,19 @@ def progress(client, id: str) -> int:
     return client.workflow(id).view()["counts"].get("succeeded", 0)
 
 
+def is_gone(client, id: str) -> bool:
+    return "up" not in {peer["state"] for peer in client.peers() if peer["id"] == id}
+
+
 def test_the_home_is_killed_and_goes_on_where_it_was(own_cluster) -> None:
     cluster = own_cluster(5, "--cpus", "2")
     home = cluster.peers()[1]
     workflow = submit(cluster, DIAMOND, index=1)
     wait_for(lambda: progress(cluster.client(1), workflow.id) > 40)
     cluster.kill(home["id"])
-    time.sleep(1.5)
-    cluster.restart(home["id"])
     other = cluster.client(3)
+    wait_for(lambda: is_gone(other, home["id"]))
+    cluster.restart(home["id"])
     wait_for(lambda: any(p["id"] == home["id"] and p["state"] == "up" for p in other.peers()))
     again = cluster.cli("up", "--peers", "5", "--detach")
     assert again.returncode == 1
@@ -95,7 +99,7 @@ def test_an_executing_peer_is_killed_and_restarted(own_cluster) -> None:
     workflow = submit(cluster, DIAMOND, index=0)
     wait_for(lambda: progress(cluster.client(0), workflow.id) > 40)
     cluster.kill(victim["id"])
-    time.sleep(1.0)
+    wait_for(lambda: is_gone(cluster.client(0), victim["id"]))
     cluster.restart(victim["id"])
     check(workflow, cluster)
     assert victim["id"] in {t["peer"] for t in workflow.tasks()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import wait_for
 
 ROOT = Path(__file__).parent.parent
 #: what each layer may import of ours; `workflow ← protocols ← {peer, master} ← {valence, sim, bench}`
@@ -132,3 +135,25 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_test_run_that_is_killed_leaves_no_process_behind(tmp_path: Path, killed: bool) -> None:
+    """(The first process is the run: it starts the second, and is killed.)"""
+    run = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from tests.conftest import reaped
+with reaped(Path(sys.argv[1])):
+    child = subprocess.Popen(["sleep", "300"], cwd=sys.argv[1], start_new_session=True)
+    print(child.pid, flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    child.terminate(); child.wait()
+"""
+    how = "killed" if killed else "ended"
+    done = subprocess.run(
+        [sys.executable, "-c", run, str(tmp_path), how], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr
+    wait_for(lambda: not Path(f"/proc/{int(done.stdout)}/cwd").exists())
