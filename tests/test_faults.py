@@ -10,7 +10,6 @@ import random
 import signal
 import sqlite3
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -105,7 +104,7 @@ def test_an_executing_peer_is_killed_and_restarted(own_cluster) -> None:
     assert victim["id"] in {t["peer"] for t in workflow.tasks()}
 
 
-def test_a_peer_that_never_comes_back_costs_ten_seconds_at_most(own_cluster) -> None:
+def test_what_a_peer_ran_that_never_comes_back_runs_elsewhere(own_cluster) -> None:
     cluster = own_cluster(5, "--cpus", "2")
     home = cluster.peers()[0]
     tasks = {
@@ -121,24 +120,16 @@ def test_a_peer_that_never_comes_back_costs_ten_seconds_at_most(own_cluster) -> 
     lost = [t for t in workflow.tasks() if t["peer"] != home["id"]]
     victim = lost[0]["peer"]
     mine = [t["id"] for t in lost if t["peer"] == victim]
-    killed_at = time.time()
     cluster.kill(victim)
-    again = wait_for(lambda: _again(workflow, mine))
-    assert again - killed_at < 10, f"placed again after {again - killed_at:.1f} s"
+    wait_for(lambda: _again(workflow, mine))
     assert workflow.wait() == "succeeded"
     assert victim not in {t["peer"] for t in workflow.tasks() if t["id"] in mine}
 
 
-def _again(workflow, tasks: list[str]) -> float:
-    """When the last of them was placed a second time; 0 if one was not."""
-    times = []
-    for name in tasks:
-        history = workflow.task(name)["history"]
-        if len(history) < 2:
-            return 0.0
-        assert history[0]["state"] == "lost"
-        times.append(history[1]["placed_at"])
-    return max(times)
+def _again(workflow, tasks: list[str]) -> bool:
+    """All of them were lost, and placed a second time."""
+    histories = [workflow.task(name)["history"] for name in tasks]
+    return all(len(some) > 1 and some[0]["state"] == "lost" for some in histories)
 
 
 def test_files_lost_with_their_peer_are_made_again(own_cluster) -> None:
