@@ -1,10 +1,10 @@
 # One peer in a container: `docker build --tag valence .`
-# (where packages come through a proxy on this machine: `docker build --network host --tag valence .`)
+# If packages come through a proxy on this machine: `docker build --network host --tag valence .`
 FROM python:3.11-slim AS build
 WORKDIR /src
 RUN python3 -m venv /opt/valence
 COPY pyproject.toml README.md ./
-# what it needs first: these layers stay while only our own files change
+# Dependencies first: Docker reuses these layers while only our own files change.
 RUN python3 -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' > needs.txt \
  && /opt/valence/bin/pip install --no-cache-dir --disable-pip-version-check --requirement needs.txt
 COPY workflow workflow
@@ -18,7 +18,7 @@ RUN /opt/valence/bin/pip install --no-cache-dir --disable-pip-version-check --no
  && /opt/valence/bin/python -m compileall -q /opt/valence/lib
 
 FROM python:3.11-slim
-# the wall around tasks, where the container may have user namespaces
+# The sandbox for tasks, where the container may create user namespaces.
 RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap \
  && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /data --shell /usr/sbin/nologin valence \

@@ -1,4 +1,4 @@
-# One line each; every target makes the virtual environment it needs.
+# One line each. Every target sets up the virtual environment it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,13 +12,13 @@ $(VENV)/run: pyproject.toml
 $(VENV)/dev: $(VENV)/run
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' && touch $@
 
-demo: $(VENV)/run  ## start a cluster, run an example to its result, stop
+demo: $(VENV)/run  ## start four peers, run an example, show its result, stop
 	@$(BIN)/python examples/demo.py
-test: check  ## everything CI runs; JOBS=1 for one test at a time
+test: check  ## everything that CI runs; JOBS=1 for one test at a time
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
-quick: $(VENV)/dev  ## the tests that need no cluster, in well under a minute: for the edit loop
+quick: $(VENV)/dev  ## lint, and the tests that need no cluster: for the edit loop
 	@$(BIN)/ruff check --quiet . && $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not long"
-map: $(VENV)/dev  ## draw the tree into docs/architecture.md
+map: $(VENV)/dev  ## update the tables of packages and modules in docs/architecture.md
 	@$(BIN)/python docs/map.py
 check: $(VENV)/dev  ## formatting, lint, strict types
 	@mkdir -p .types/valence && ln -sfn $(foreach name,$(wildcard valence/*.py) workflow protocols peer master,../../$(name)) .types/valence/
@@ -26,23 +26,23 @@ check: $(VENV)/dev  ## formatting, lint, strict types
 .bench/env: bench/requirements.txt
 	@test -x $@/bin/python || $(PYTHON) -m venv $@
 	@$@/bin/pip install --quiet --disable-pip-version-check -r bench/requirements.txt && touch $@
-bench: $(VENV)/run .bench/env  ## the same work on Valence, Dask and Ray; ARGS=--json for a script
+bench: $(VENV)/run .bench/env  ## the same work on Valence, Dask and Ray; ARGS=--json for scripts
 	@$(BIN)/python -m bench --others .bench/env/bin/python $(ARGS)
 $(VENV)/papers: $(VENV)/run
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[papers]' && touch $@
-papers: $(VENV)/papers  ## the experiments of the papers, as tables and plots; ARGS="--sizes 50,100" for less
+papers: $(VENV)/papers  ## the papers' experiments, as tables and plots; ARGS="--sizes 50,100" for fewer
 	@$(BIN)/python -m bench.papers.tickets $(ARGS)
 	@$(BIN)/python -m bench.papers.chemical
 	@$(BIN)/python -m bench.papers.pilots
-shootout: $(VENV)/run  ## all strategies on the same work, simulated and live; ARGS=--json for a script
+shootout: $(VENV)/run  ## all strategies on the same work, simulated and live; ARGS=--json for scripts
 	@$(BIN)/python -m bench.shootout $(ARGS)
-data: $(VENV)/run  ## the data plane, live: a hot file, a killed source, wrong chunks, a small cache
+data: $(VENV)/run  ## file transfers, live: a hot file, a killed source, corrupt chunks, a small cache
 	@$(BIN)/python -m bench.data $(ARGS)
 $(VENV)/fuzz: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' && touch $@
 fuzz: $(VENV)/fuzz  ## hostile input for ten minutes; ARGS="--seconds 60" for less
 	@$(BIN)/python -m fuzz $(ARGS)
-soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARGS="--seeds 500" for less
+soak: $(VENV)/run  ## 5,000 simulated disasters, then every safety rule broken once; ARGS="--seeds 500" for fewer
 	@$(BIN)/python -m sim --seeds 5000 $(ARGS)
 	@$(BIN)/python -m sim --seeds 500 --slice-bytes 1 --peers 6 --every-s 1.5 --seconds 120
 	@$(BIN)/python -m sim --seeds 500 --majority-lost 10
@@ -54,12 +54,12 @@ soak: $(VENV)/run  ## 5,000 simulated disasters, and every rule broken once; ARG
 	@$(BIN)/python -m sim --seeds 500 --strategy pilots
 	@$(BIN)/python -m sim --seeds 500 --queue
 	@$(BIN)/python -m sim --seeds 500 --mutants
-crowd: $(VENV)/run  ## an hour of 1,000 simulated peers, a tenth of them replaced every minute
+crowd: $(VENV)/run  ## one hour of 1,000 simulated peers, 100 of them replaced every minute
 	@$(BIN)/python -m sim --peers 1000 --workflows 200 --seconds 3600 --replaced 0.1 --faults none \
 		--keepers 5 --majority-lost 30 $(ARGS)
-chaos: $(VENV)/run  ## real peers killed, stopped and cut off; ARGS="kills --json" for one
+chaos: $(VENV)/run  ## real peers killed, stopped and cut off; ARGS="kills --json" for one kind
 	@$(BIN)/python -m chaos $(ARGS)
-up: $(VENV)/run  ## a local cluster of four peers; Ctrl-C stops it
+up: $(VENV)/run  ## start four peers on this machine; Ctrl-C stops them
 	@$(BIN)/valence up
-clean:
+clean:  ## remove everything that make has made here
 	@rm -rf $(VENV) .bench .types build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
-"""`make map`: the tree as it is, written into docs/architecture.md: who imports whom.
+"""Writes the packages, their imports and the modules' first sentences into docs/architecture.md.
 
-`--check` changes nothing and fails if the page is not what the tree says.
+`make map` runs it. With `--check` it changes nothing, and fails if the page differs from the tree.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- map: made by `make map` -->\n", "<!-- end of the map -->\n"
-SIZE = re.compile(r"(?<=` \| )[\d,]+(?= \|)")  # may be a little old
+SIZE = re.compile(r"(?<=` \| )[\d,]+(?= \|)")  # line counts: `--check` ignores them
 LAYERS = ("workflow", "protocols", "peer", "master", "valence", "sim", "chaos", "bench", "fuzz")
 
 
 def package(path: Path) -> str:
-    """Of a module: the folder it is in."""
+    """The folder that a module is in."""
     return "/".join(path.relative_to(ROOT).parts[:-1])
 
 
 def imported(path: Path) -> set[str]:
-    """Packages of ours that a module imports, its own aside."""
-    found: set[str] = set()
+    """The packages of this tree that a module imports, except its own."""
+    packages: set[str] = set()
     parts = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[tuple[str, ...]] = []
@@ -38,20 +38,22 @@ def imported(path: Path) -> set[str]:
             names = [module, *((*module, alias.name) for alias in node.names)]
         for name in names:
             if name[:1] == ("valence",) and name[1:2] and name[1] in LAYERS:
-                name = name[1:]  # in a checkout it lies beside that folder
+                name = name[1:]  # in a checkout that folder lies beside `valence`
             if name and name[0] in LAYERS:
                 target = ROOT.joinpath(*name)
                 if target.with_suffix(".py").exists():
-                    found.add("/".join(name[:-1]))
-    return found - {"/".join(parts)}
+                    packages.add("/".join(name[:-1]))
+    return packages - {"/".join(parts)}
 
 
-def first_line(path: Path) -> str:
+def first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return text.partition("\n\n")[0].partition(". ")[0].replace("\n", " ").rstrip(".:")
 
 
 def tree() -> str:
+    """Both tables, as Markdown."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -68,14 +70,14 @@ def tree() -> str:
         lines = sum(len(path.read_text().splitlines()) for path in modules[name])
         targets = ", ".join(f"`{target}`" for target in sorted(arrows[name]))
         rows.append(f"| `{name}` | {lines:,} | {targets or '–'} |")
-    rows += ["", "What each module of the engine and of the common parts is:", ""]
+    rows += ["", "What each module of `protocols/` does (the strategies' own modules aside):", ""]
     rows += ["| module | |", "| --- | --- |"]
     for name in order:
         if name.startswith("protocols/") and "strategies/" not in name:
             for path in sorted(modules[name]):
                 if path.name != "__init__.py":
                     shown = path.relative_to(ROOT / "protocols").with_suffix("")
-                    rows.append(f"| `{shown}` | {first_line(path)} |")
+                    rows.append(f"| `{shown}` | {first_sentence(path)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -86,7 +88,7 @@ def main() -> None:
     made = f"{before}{BEGIN}{tree()}{END}{after}"
     if "--check" in sys.argv:
         if SIZE.sub("", made) != SIZE.sub("", text):
-            sys.exit("docs/architecture.md does not show the tree as it is: make map")
+            sys.exit("docs/architecture.md does not show the tree as it is; run `make map`")
     elif made != text:
         PAGE.write_text(made)
 

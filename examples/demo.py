@@ -1,11 +1,12 @@
-"""`make demo`: start a cluster, run the word count on it, show the result, stop.
+"""Starts a cluster, counts the words of a text on it, shows the result, and stops it (`make demo`).
 
-Everything happens in a directory of its own that is gone afterwards; a cluster that already runs
-on this machine is not touched.
+Everything happens in a temporary directory, which is removed afterwards. A cluster that already
+runs on this machine is not touched.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ HERE = Path(__file__).parent
 VALENCE = [sys.executable, "-m", "valence"]
 
 
-def say(text: str) -> None:
+def show_command(text: str) -> None:
     print(f"\n$ {text}", flush=True)
 
 
@@ -27,7 +28,7 @@ def main() -> int:
 
         def valence(*arguments: str) -> int:
             shown = [os.path.relpath(a) if a.startswith(str(HERE)) else a for a in arguments]
-            say("valence " + " ".join(shown))
+            show_command("valence " + " ".join(shown))
             return subprocess.run([*VALENCE, *arguments], env=environment, check=False).returncode
 
         try:
@@ -38,16 +39,14 @@ def main() -> int:
             listed = subprocess.run(
                 [*VALENCE, "ls", "--json"], env=environment, capture_output=True, check=True
             )
-            import json
-
-            id = json.loads(listed.stdout)[0]["id"]
+            workflow_id = json.loads(listed.stdout)[0]["id"]
             out = Path(home) / "results"
-            if valence("get", id, str(out)):
+            if valence("get", workflow_id, str(out)):
                 return 1
             total = (out / "total").read_text().strip()
-            wanted = str(len((HERE / "words.txt").read_text().split()))
+            expected = str(len((HERE / "words.txt").read_text().split()))
             print(f"\nwords.txt has {total} words.")
-            return 0 if total == wanted else 1
+            return 0 if total == expected else 1
         except KeyboardInterrupt:
             return 130
         finally:
