@@ -1,6 +1,12 @@
-"""In words: what an unfinished task waits for."""
+"""Tells users why a task is not done yet.
+
+Each text is a whole sentence in a user's words. It is shown behind the task's state, so it need not
+repeat that.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from ..strategies.base import Strategy
 from ..wire.messages import AttemptKey
@@ -8,54 +14,78 @@ from .journal import Journal
 from .run import Run, TaskState
 
 NAMED_MAX = 5
-#: by a peer that has heard of a home with a higher epoch
+#: how a peer refuses a home when it has heard of one with a higher epoch. It is a word of the
+#: protocol: homes compare it
 FENCED = "another peer is its workflow's home by now"
 
 
 def waiting_for(run: Run, task: TaskState, journal: Journal, strategy: Strategy) -> str:
     if journal.trouble:
-        return f"the home's journal can't be written: {journal.trouble}"
+        return f"this workflow's journal can't be written: {journal.trouble}"
     unkept = journal.keeping.unkept(run.id)
     if unkept:
         return unkept
     if task.state == "running":
         attempt = task.attempt(task.number)
-        return f"it runs on peer {attempt.peer.hex()[:8]}" if attempt else "it runs"
+        return f"running on peer {attempt.peer.hex()[:8]}" if attempt else "running"
     if task.state == "retrying":
-        return f"it is tried again soon, after: {task.reason}"
+        return f"will be retried soon; the last attempt: {task.reason}"
     if task.state == "pending":
         key = AttemptKey(run.id, task.id, task.number + 1)
-        return strategy.waiting_for(key) or "a peer has been found for it"
-    return _inputs(run, task)
+        return strategy.waiting_for(key) or "a peer has been found; about to start there"
+    return _why_not_ready(run, task)
 
 
-def _inputs(run: Run, task: TaskState) -> str:
-    reasons = _missing(run, task)
-    for other in run.workflow.tasks[task.id].gang if not reasons else ():
-        reasons = [
-            f"{other}, which runs at once with it: {r}" for r in _missing(run, run.tasks[other])
-        ]
-        if reasons:
-            break
+def _why_not_ready(run: Run, task: TaskState) -> str:
+    reasons = _missing(run, task) or _missing_of_gang(run, task)
     if not reasons:
-        return "what it takes is there, and is being agreed on by the journal's keepers"
+        return (
+            "ready to start once a majority of the journal's replicas has committed "
+            "everything that it depends on"
+        )
     shown = "; ".join(reasons[:NAMED_MAX])
     more = len(reasons) - NAMED_MAX
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
+def _missing_of_gang(run: Run, task: TaskState) -> list[str]:
+    """What the first unready task of its gang waits for."""
+    for other in run.workflow.tasks[task.id].gang:
+        reasons = [
+            f"{other}, which must start at the same time: {reason}"
+            for reason in _missing(run, run.tasks[other])
+        ]
+        if reasons:
+            return reasons
+    return []
+
+
 def _missing(run: Run, task: TaskState) -> list[str]:
-    spec = run.workflow.tasks[task.id]
-    reasons = [f"input {n}: {run.unstaged[n]}" for n in spec.inputs if n in run.unstaged]
-    makers = {run.workflow.producers.get(n): n for n in spec.inputs}
+    reasons = [*_missing_inputs(run, task), *_unfinished_parents(run, task)]
+    return reasons or list(_unfinished_level(run, task))
+
+
+def _missing_inputs(run: Run, task: TaskState) -> Iterator[str]:
+    for name in run.workflow.tasks[task.id].inputs:
+        if name in run.unstaged:
+            yield f"input {name}: {run.unstaged[name]}"
+
+
+def _unfinished_parents(run: Run, task: TaskState) -> Iterator[str]:
+    made_by = {run.workflow.producers.get(n): n for n in run.workflow.tasks[task.id].inputs}
     for parent in run.workflow.parents[task.id]:
-        above = run.tasks[parent]
-        if above.state != "succeeded":
-            made = makers.get(parent)
-            what = f"input {made} is made by {parent}" if made else f"{parent} comes first"
-            reasons.append(f"{what} ({above.state})")
-    if not reasons and run.levels and run.levels[task.id] > run.level:
+        state = run.tasks[parent].state
+        if state == "succeeded":
+            continue
+        made = made_by.get(parent)
+        if made:
+            yield f"input {made} comes from {parent}, which is {state}"
+        else:
+            yield f"{parent}, which is {state}, must finish first"
+
+
+def _unfinished_level(run: Run, task: TaskState) -> Iterator[str]:
+    if run.levels and run.levels[task.id] > run.level:
         left = run.left_in[run.level]
-        tasks = "task of it is" if left == 1 else "tasks of it are"
-        reasons.append(f"levels are strict, and {left} {tasks} not done: level {run.level + 1}")
-    return reasons
+        tasks = "1 task" if left == 1 else f"{left} tasks"
+        yield f"levels are strict, and level {run.level + 1} still has {tasks} to finish"
