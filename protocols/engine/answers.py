@@ -1,4 +1,8 @@
-"""What a home answers about its workflows, for users of any peer. One method per question."""
+"""Answers users' questions about the workflows of this home.
+
+There is one method for each question. A user may have asked any peer: it passes the question on
+(`gateway`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from pydantic import BaseModel
 from valence.protocols.engine import events, views
 
 from ..consensus.keeping import Deposed
+from ..consensus.replica import Replica
 from ..wire.entries import Ended
 from ..wire.messages import (
     Answer,
@@ -25,10 +30,12 @@ from ..wire.messages import (
     ListedWorkflows,
     ListWorkflows,
     Moved,
+    Outcome,
     Value,
 )
 from ..wire.rpc import Rpc
 from .home import UNACKNOWLEDGED, Home
+from .journal import Recorded
 from .run import FINAL, STATES, AttemptState, Run, TaskState
 from .work import deadline_at
 
@@ -42,17 +49,16 @@ VALUES_BYTES_MAX = 2 * 2**20
 SMALL_VALUES_MAX = 100
 SMALL_VALUES_BYTES_MAX = 16 * 1024
 
-
-#: to another peer: this one is not its home
+#: told to another peer: this one is not the workflow's home
 MOVED = 421
-#: a majority of its keepers is away: to ask again in a moment is of no use
+#: a majority of the keepers is away, so asking again in a moment won't help
 STANDS_STILL = 423
-#: its submission broke off before it was acknowledged
+#: the submission broke off before it was acknowledged
 VOID_STATUS = 410
 
 
 class ApiError(Exception):
-    """What the user is told instead of an answer."""
+    """An error that the user gets instead of an answer."""
 
     def __init__(
         self,
@@ -65,11 +71,11 @@ class ApiError(Exception):
         self.status = status
         self.detail = detail
         self.errors = errors or []
-        self.lasting = lasting  # to ask again in a moment is of no use
+        self.lasting = lasting  # asking again in a moment won't help
 
 
-Found = BaseModel | bytes  # bytes: JSON already
-Question = Callable[[Run, dict[str, Any]], Found | Awaitable[Found]]
+Body = BaseModel | bytes  # bytes are JSON already
+Question = Callable[[Run, dict[str, Any]], Body | Awaitable[Body]]
 
 
 class Answers:
@@ -77,7 +83,8 @@ class Answers:
         self._home = home
         self._clock = clock
         self._me = rpc.me.id.hex()
-        self.why_stuck: Callable[[str], str] = lambda id: ""  # a majority of its keepers is away
+        # why a workflow is blocked, if a majority of its keepers is away
+        self.why_stuck: Callable[[str], str] = lambda workflow_id: ""
         self._questions: dict[str, Question] = {
             "workflow": self._workflow,
             "tasks": self._tasks,
@@ -95,30 +102,33 @@ class Answers:
         rpc.on(ListWorkflows, self._list)
         rpc.on(FindHome, self._find_home)
 
-    def knows(self, id: str) -> bool:
-        return self._home.knows(id)
+    def knows(self, workflow_id: str) -> bool:
+        return self._home.knows(workflow_id)
 
-    async def answer(self, id: str, question: str, arguments: dict[str, Any], owner: str) -> bytes:
-        """JSON, or `Problem`. What is another owner's does not exist."""
-        run = await self._home.get(id)
+    async def answer(
+        self, workflow_id: str, question: str, arguments: dict[str, Any], owner: str
+    ) -> bytes:
+        """The answer as JSON; else raises `ApiError`. For an owner, the workflows of other owners
+        do not exist."""
+        run = await self._home.get(workflow_id)
         if run is None or (owner and run.owner != owner):
-            raise ApiError(404, f"there is no workflow {id}")
-        found = self._questions[question](run, arguments)
-        if not isinstance(found, BaseModel | bytes):
-            found = await found
-        # the end is told when it counts, and by who may tell it
+            raise ApiError(404, f"there is no workflow {workflow_id}")
+        body = self._questions[question](run, arguments)
+        if not isinstance(body, BaseModel | bytes):
+            body = await body
+        # an end is told once it is committed, and only by the peer that may tell it
         if run.over and question != "events":
             self._check_kept(run)
             if not await self._home.stands(run):
-                raise ApiError(503, f"workflow {id} is changing its home; ask again in a moment")
-        return found if isinstance(found, bytes) else found.model_dump_json().encode()
+                raise moving(run.id)
+        return body if isinstance(body, bytes) else body.model_dump_json().encode()
 
     def _check_kept(self, run: Run) -> None:
-        """What is known here, and does not count while a majority of its keepers is away, is not
-        waited for; and nobody is told of it."""
+        """While a majority of the keepers is away, nobody is told of entries that are here but not
+        committed, nor kept waiting for them."""
         stuck = self.why_stuck(run.id) if self._home.journal.keeping.unkept(run.id) else ""
         if stuck:
-            raise ApiError(503, f"workflow {run.id} stands still: {stuck}", lasting=True)
+            raise ApiError(503, f"workflow {run.id} is blocked: {stuck}", lasting=True)
 
     async def _asked(self, sender: Contact, message: Ask) -> Answer:
         if message.question not in self._questions:
@@ -136,30 +146,27 @@ class Answers:
 
     def _find_home(self, sender: Contact, message: FindHome) -> FoundHome:
         keeping = self._home.journal.keeping
-        id = message.workflow
-        here = self.knows(id)
-        home = b"" if here else keeping.follows(id) or b""
-        replica = keeping.replicas.get(id)
-        # (of one that is over, the copy is on the disk only)
-        copy = replica or (keeping.storage.replica(id) if here else None)
-        epoch, birth = (copy.promised, 0) if copy else (0, 0)
-        run = self._home.remembered(id)
-        if run is not None and not run.cancelling and copy is not None:
-            birth = copy.birth
-        void = copy is None and self._home.journal.is_void(id)
+        workflow_id = message.workflow
+        is_home = self.knows(workflow_id)
+        replica = keeping.replicas.get(workflow_id)
+        # (the copy of a workflow that is over is on the disk only)
+        copy = replica or (keeping.storage.replica(workflow_id) if is_home else None)
         kept = replica is not None
-        stuck = self.why_stuck(id) if kept and not here else ""
-        keepers = copy.keepers if copy else ()
         return FoundHome(
-            here=here,
-            epoch=epoch,
-            home=home,
+            here=is_home,
+            epoch=copy.promised if copy else 0,
+            home=b"" if is_home else keeping.follows(workflow_id) or b"",
             kept=kept,
-            birth=birth,
-            void=void,
-            stuck=stuck,
-            keepers=keepers,
+            birth=self._birth(workflow_id, copy),
+            void=copy is None and self._home.journal.is_void(workflow_id),
+            stuck=self.why_stuck(workflow_id) if kept and not is_home else "",
+            keepers=copy.keepers if copy else (),
         )
+
+    def _birth(self, workflow_id: str, copy: Replica | None) -> int:
+        """0 unless this peer goes on with the workflow: only then does a duplicate make way."""
+        run = self._home.remembered(workflow_id)
+        return copy.birth if copy and run is not None and not run.cancelling else 0
 
     def _list(self, sender: Contact, message: ListWorkflows) -> ListedWorkflows:
         rows = self.page(message.before, message.limit, message.state, message.owner)
@@ -178,7 +185,7 @@ class Answers:
     # ----------------------------------------------------------------- questions
 
     async def _workflow(self, run: Run, arguments: dict[str, Any]) -> views.WorkflowView:
-        """As it is; with `wait_s`, as it is in the end, if that comes in time."""
+        """The workflow as it is now; with `wait_s`, as it is at its end, if that comes in time."""
         wait_s = min(EVENT_WAIT_S_MAX, float(arguments.get("wait_s") or 0))
         if wait_s:
             await self._home.ended(run, wait_s)
@@ -187,11 +194,6 @@ class Answers:
     def _view(self, run: Run) -> views.WorkflowView:
         deadline = deadline_at(run)
         end = run.ended_at if run.ended_at is not None else self._clock()
-        failed = (t for t in run.tasks.values() if t.state == "failed")
-        failures = [
-            views.Failure(task=t.id, reason=t.reason)
-            for t, _ in zip(failed, range(10), strict=False)
-        ]
         return views.WorkflowView(
             id=run.id,
             name=run.workflow.name,
@@ -211,7 +213,7 @@ class Answers:
             risk="" if run.over else self._home.risk(run),
             blocked="" if run.over else self.why_stuck(run.id),
             peers=len({t.holder for t in run.tasks.values() if t.holder}),
-            failures=failures,
+            failures=_failures(run),
             values=self._small_values(run),
             waiting=self._waiting(run),
             waiting_inputs=dict(list(run.unstaged.items())[:10]),
@@ -229,19 +231,19 @@ class Answers:
         ]
 
     def _small_values(self, run: Run) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if not run.over:
-            return found
-        left = SMALL_VALUES_BYTES_MAX
+            return values
+        left_bytes = SMALL_VALUES_BYTES_MAX
         for name, data in self._final_values(run, run.tasks):
-            left -= len(data)
-            if left < 0 or len(found) == SMALL_VALUES_MAX:
+            left_bytes -= len(data)
+            if left_bytes < 0 or len(values) == SMALL_VALUES_MAX:
                 break
-            found[name] = json.loads(data)
-        return found
+            values[name] = json.loads(data)
+        return values
 
     def _final_values(self, run: Run, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-        """Of calls whose value no other task takes, and JSON can say."""
+        """The values of calls that no other task takes and that JSON can express."""
         for name in names:
             won = run.tasks[name].won
             value = won.value if won is not None else None
@@ -251,10 +253,11 @@ class Answers:
                 yield name, value.data
 
     def _values(self, run: Run, arguments: dict[str, Any]) -> bytes:
-        """Put together as they came: ten thousand values are not read and written again."""
+        """The values' JSON is joined as it came, so that ten thousand values are not parsed and
+        written again."""
         start = int(arguments.get("start") or 0)
         rows: list[bytes] = []
-        others: list[str] = []  # those that such a list can't have: each is asked for by itself
+        others: list[str] = []  # values that such a list can't have: each is asked for separately
         size = 0
         following: int | None = None
         for index, name in enumerate(itertools.islice(run.tasks, start, None), start):
@@ -271,15 +274,15 @@ class Answers:
             else:
                 rows.append(b"%s:%s" % (json.dumps(name).encode(), value.data))
             size += len(value.data)
-        found = (b",".join(rows), json.dumps(following).encode(), json.dumps(others).encode())
-        return b'{"values":{%s},"next":%s,"others":%s}' % found
+        parts = (b",".join(rows), json.dumps(following).encode(), json.dumps(others).encode())
+        return b'{"values":{%s},"next":%s,"others":%s}' % parts
 
     def _value(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
-        """One, whatever it is: where its bytes are, or the bytes themselves."""
+        """One value of any kind: its bytes, or where they are."""
         task = self._find(run, arguments["task"])
         value = run.value(task.id)
         if value is None:
-            raise ApiError(404, f"{task.id} is {task.state} and has no value")
+            raise ApiError(404, f"task {task.id} is {task.state} and has no value")
         file = value.file
         return _StoredValue(
             encoding=value.encoding,
@@ -303,9 +306,7 @@ class Answers:
             "attempts": task.number,
             "peer": self._home.targets.called(where) or None,
             "exit_code": ended.exit_code if ended else None,
-            "seconds": round(ended.ended_at - ended.started_at, 6)
-            if ended and ended.started_at
-            else None,
+            "seconds": _seconds(ended),
             "reason": task.reason,
         }
 
@@ -318,31 +319,28 @@ class Answers:
             if after not in run.tasks:
                 raise ApiError(400, f"after: there is no task {after}")
             start = names.index(after) + 1
-        found: list[views.TaskRow] = []
+        rows: list[views.TaskRow] = []
         for name in names[start:]:
             task = run.tasks[name]
             if state is None or task.state == state:
-                if len(found) == limit:
-                    return views.TaskPage(tasks=found, next=found[-1].id)
-                found.append(views.TaskRow.model_validate(self._row(task)))
-        return views.TaskPage(tasks=found, next=None)
+                if len(rows) == limit:
+                    return views.TaskPage(tasks=rows, next=rows[-1].id)
+                rows.append(views.TaskRow.model_validate(self._row(task)))
+        return views.TaskPage(tasks=rows, next=None)
 
     def _find(self, run: Run, name: str) -> TaskState:
         task = run.tasks.get(name)
         if task is None:
             like = next((t.id for t in run.workflow.tasks.values() if t.template == name), "")
-            hint = f"; one of its `foreach` is {like}" if like else ""
-            raise ApiError(404, f"workflow {run.id} has no task {name}{hint}")
+            if like:
+                several = f"'{name}' stands for several tasks; name one of them, such as '{like}'"
+                raise ApiError(404, several)
+            raise ApiError(404, f"workflow {run.id} has no task {name}")
         return task
 
     def _task(self, run: Run, arguments: dict[str, Any]) -> views.TaskView:
         task = self._find(run, arguments["task"])
         spec = run.workflow.tasks[task.id]
-        value, encoding = None, None
-        if task.won is not None and task.won.value is not None:
-            encoding = task.won.value.encoding
-            if encoding == "json" and task.won.value.file is None:
-                value = json.loads(task.won.value.data)
         needs = {k: getattr(run.needs(spec.id), k) for k in spec.needs.__slots__}
         return views.TaskView.model_validate(
             {
@@ -355,8 +353,7 @@ class Answers:
                 "inputs": list(spec.inputs),
                 "outputs": [self._file_view(run, name) for name in spec.outputs],
                 "waiting_for": None if task.state in FINAL else self._home.waiting_for(run, task),
-                "value": value,
-                "value_encoding": encoding,
+                **_shown_value(task),
                 "level": run.level_of(task.id),
                 "rank": run.ranks[task.id],
                 "history": [self._attempt(a) for a in task.attempts],
@@ -387,8 +384,8 @@ class Answers:
         done = [a for a in tried if a.outcome is not None]
         if not done:
             if number is not None and not tried:
-                raise ApiError(404, f"{task.id} has no attempt {number}")
-            raise ApiError(404, f"{task.id} is {task.state}: no attempt of it has ended yet")
+                raise ApiError(404, f"task {task.id} has no attempt {number}")
+            raise ApiError(404, f"task {task.id} is {task.state}; no attempt of it has ended yet")
         attempt = done[-1]
         ended = attempt.outcome
         assert ended is not None
@@ -403,34 +400,24 @@ class Answers:
         )
 
     async def _events(self, run: Run, arguments: dict[str, Any]) -> views.EventPage:
-        """Those after an id; if there are none yet, waits a while for some."""
+        """The events after an id. If there are none yet, waits a while for some."""
         seq, index = arguments["after"]
         deadline = asyncio.get_running_loop().time() + min(
             EVENT_WAIT_S_MAX, float(arguments.get("wait_s", 0))
         )
         while True:
             changed = self._home.journal.changed(run.id)
-            found: list[dict[str, Any]] = []
-            over = False
             rows = self._home.journal.read(run.id, seq - 1, ENTRIES_PER_PAGE)
-            for row in rows:
-                for event in events.of_entry(row.seq, row.at, row.said):
-                    if row.seq > seq or int(event["id"].partition(".")[2]) > index:
-                        found.append(event)
-                    if len(found) >= EVENTS_PER_PAGE_MAX:
-                        break
-                if len(found) >= EVENTS_PER_PAGE_MAX:
-                    break
-                over = over or isinstance(row.said, Ended)
+            page, over = _events_after(rows, seq, index)
             if not self._home.knows(run.id):
-                raise ApiError(503, f"workflow {run.id} is changing its home; go on in a moment")
-            if found or over:
-                return views.EventPage(events=found, over=over)
-            if len(rows) == ENTRIES_PER_PAGE:  # all of them silent: go on behind them
+                raise moving(run.id)
+            if page or over:
+                return views.EventPage(events=page, over=over)
+            if len(rows) == ENTRIES_PER_PAGE:  # none of these entries is an event: go on after them
                 seq, index = rows[-1].seq, 10**9
                 continue
             if self._home.journal.is_over(run.id):
-                # what was seen last is of another line, which was longer and does not hold
+                # the event seen last is of another line of the journal, which was longer and lost
                 return views.EventPage(events=[], over=True)
             try:
                 async with asyncio.timeout_at(deadline):
@@ -440,14 +427,14 @@ class Answers:
 
     async def _cancel(self, run: Run, arguments: dict[str, Any]) -> views.WorkflowView:
         if run.over and run.state != "cancelled":
-            raise ApiError(409, f"workflow {run.id} has {run.state} already")
+            raise ApiError(409, f"workflow {run.id} has already {run.state}")
         stuck = self.why_stuck(run.id)
         if stuck:
             raise ApiError(503, f"workflow {run.id} can't be cancelled: {stuck}", lasting=True)
         try:
             await self._home.cancel(run.id, arguments.get("reason") or "cancelled by its user")
         except Deposed:
-            raise ApiError(503, "it is changing its home; cancel it again in a moment") from None
+            raise moving(run.id) from None
         return self._view(run)
 
     def _file_view(self, run: Run, name: str) -> views.FileView:
@@ -476,16 +463,16 @@ class Answers:
         )
 
     async def _document(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
-        """Who asks for it takes the answer for an acknowledgement: only if it counts."""
+        """The answer serves as an acknowledgement, so it is given only of what is committed."""
         await self._home.created(run.id)
         self._check_kept(run)
-        counts = await self._home.stands(run)
-        found = self._home.journal.document(run.id)
-        if found is None or not counts:  # or its copy is on its way to another peer
-            raise ApiError(503, f"workflow {run.id} is changing its home; ask again in a moment")
+        committed = await self._home.stands(run)
+        document = self._home.journal.document(run.id)
+        if document is None or not committed:  # or the copy is on its way to another peer
+            raise moving(run.id)
         if UNACKNOWLEDGED in (run.cancelling, run.reason):
             raise ApiError(VOID_STATUS, f"workflow {run.id} was never accepted: submit it again")
-        return _Document(hash=str(found[1].get("document", "")))
+        return _Document(hash=str(document[1].get("document", "")))
 
     def _file(self, run: Run, arguments: dict[str, Any]) -> BaseModel:
         name = arguments["name"]
@@ -496,10 +483,12 @@ class Answers:
         maker = run.workflow.producers.get(name)
         if maker is not None:
             state = run.tasks[maker].state
-            raise ApiError(404, f"{name} is not there: {maker}, which makes it, is {state}")
+            raise ApiError(
+                404, f"file {name} does not exist yet: task {maker}, which makes it, is {state}"
+            )
         if name in run.workflow.inputs:
             why = run.unstaged.get(name) or run.stage_failures.get(name, "")
-            raise ApiError(404, f"input {name} is not there yet: {why}")
+            raise ApiError(404, f"input {name} is not available yet: {why}")
         raise ApiError(404, f"workflow {run.id} has no file {name}")
 
 
@@ -519,10 +508,47 @@ class _StoredValue(BaseModel):
     file: _Located | None
 
 
+def _shown_value(task: TaskState) -> dict[str, Any]:
+    value = task.won.value if task.won is not None else None
+    if value is None:
+        return {"value": None, "value_encoding": None}
+    shown = None if _is_other(value) else json.loads(value.data)
+    return {"value": shown, "value_encoding": value.encoding}
+
+
 def _is_other(value: Value) -> bool:
-    """It is not among those that a list of values in JSON can have."""
+    """A list of values in JSON can't have it."""
     return value.encoding != "json" or value.file is not None
 
 
-def _hex(ids: tuple[bytes, ...]) -> list[str]:
-    return [id.hex() for id in ids]
+def moving(workflow_id: str) -> ApiError:
+    return ApiError(503, f"workflow {workflow_id} is moving to another peer; try again in a moment")
+
+
+def _failures(run: Run) -> list[views.Failure]:
+    failed = (t for t in run.tasks.values() if t.state == "failed")
+    return [
+        views.Failure(task=t.id, reason=t.reason) for t, _ in zip(failed, range(10), strict=False)
+    ]
+
+
+def _seconds(ended: Outcome | None) -> float | None:
+    return round(ended.ended_at - ended.started_at, 6) if ended and ended.started_at else None
+
+
+def _events_after(rows: list[Recorded], seq: int, index: int) -> tuple[list[dict[str, Any]], bool]:
+    """The events of these entries after event `seq.index`, and whether one of them is the end."""
+    page: list[dict[str, Any]] = []
+    over = False
+    for row in rows:
+        for event in events.of_entry(row.seq, row.at, row.said):
+            if row.seq > seq or int(event["id"].partition(".")[2]) > index:
+                page.append(event)
+            if len(page) >= EVENTS_PER_PAGE_MAX:
+                return page, over
+        over = over or isinstance(row.said, Ended)
+    return page, over
+
+
+def _hex(peer_ids: tuple[bytes, ...]) -> list[str]:
+    return [peer_id.hex() for peer_id in peer_ids]

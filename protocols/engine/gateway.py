@@ -1,4 +1,7 @@
-"""Any peer answers for any workflow: find its home, ask it, pass the answer on."""
+"""Lets any peer answer for any workflow: finds its home, asks it, and passes the answer on.
+
+Submissions and lists of workflows and peers start here, too.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from ..wire.messages import (
     Member,
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
-from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError
+from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError, moving
 from .home import AlreadyHere, Home
 from .locate import SILENT_S, VOID_HOME, Locate
 from .work import due_at, is_much, read_document
@@ -43,9 +46,9 @@ log = logging.getLogger("valence.gateway")
 
 MOVING_S_MAX = 12.0
 ASK_TIMEOUT_S = 5.0
-PROMPT_S = 0.5  # an answer that takes longer: are the keepers there?
+PROMPT_S = 0.5  # if an answer takes longer: are the keepers there?
 LATE_S = 0.25
-EVENTS_TIMEOUT_S = 25.0  # they are waited for
+EVENTS_TIMEOUT_S = 25.0  # the home may wait for events
 READERS_MAX = 2
 BROKEN_OFF_MAX = 8
 
@@ -61,7 +64,7 @@ class Gateway:
         rng: random.Random,
         why_stuck: Callable[[str], str],
     ) -> None:
-        self.prefix = "w"  # of the ids of workflows
+        self.prefix = "w"  # of workflow ids
         self._rpc = rpc
         self._members = members
         self._locate = locate
@@ -74,20 +77,22 @@ class Gateway:
 
     # ----------------------------------------------------------------- one workflow
 
-    async def ask(self, owner: str, id: str, question: str, **arguments: Any) -> Any:
-        return json.loads(await self.ask_raw(owner, id, question, **arguments))
+    async def ask(self, owner: str, workflow_id: str, question: str, **arguments: Any) -> Any:
+        return json.loads(await self.ask_raw(owner, workflow_id, question, **arguments))
 
-    async def ask_raw(self, owner: str, id: str, question: str, **arguments: Any) -> bytes:
-        """The home's answer, JSON, wherever it is; or `Problem`. An empty owner sees all.
+    async def ask_raw(self, owner: str, workflow_id: str, question: str, **arguments: Any) -> bytes:
+        """The home's answer as JSON, wherever the home is; else raises `ApiError`. An empty owner
+        sees everything.
 
-        While a workflow changes its home, it is asked again for a while: all questions can be."""
+        While a workflow changes its home, the question is repeated for a while: all questions can
+        be."""
         deadline = asyncio.get_running_loop().time() + MOVING_S_MAX
         delay_s = 0.1
         while True:
             try:
-                return await self._ask_promptly(owner, id, question, arguments)
+                return await self._ask_promptly(owner, workflow_id, question, arguments)
             except ApiError as problem:
-                # (what only a peer's return can mend is told at once)
+                # (a lasting problem is told at once: only a peer's return can mend it)
                 late = asyncio.get_running_loop().time() > deadline
                 if problem.status != 503 or problem.lasting or late:
                     raise
@@ -95,60 +100,69 @@ class Gateway:
             delay_s = min(1.0, delay_s * 1.5)
 
     async def _ask_promptly(
-        self, owner: str, id: str, question: str, arguments: dict[str, Any]
+        self, owner: str, workflow_id: str, question: str, arguments: dict[str, Any]
     ) -> bytes:
-        """Hosts that vanish are found gone after seconds. Whoever asks meanwhile is not kept
+        """Asks once, and finds out early whether a majority of the keepers is silent.
+
+        It takes seconds to detect that a host has vanished. A user who asks meanwhile is not kept
         waiting: if a majority of the keepers is silent now, that is the answer."""
-        asked = asyncio.ensure_future(self._ask_once(owner, id, question, arguments))
-        asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # it was heard
+        asked = asyncio.ensure_future(self._ask_once(owner, workflow_id, question, arguments))
+        # its exception is retrieved even if nobody awaits it any more
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
         loop = asyncio.get_running_loop()
         try:
             start = loop.time()
             await asyncio.wait([asked], timeout=PROMPT_S)
             if not asked.done() and "wait_s" not in arguments:
-                silent, count = await self._locate.silent(id)
-                late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # am I slow myself?
+                silent, count = await self._locate.silent(workflow_id)
+                late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # is this peer slow?
                 if not asked.done() and not late and count - len(silent) < majority(count):
-                    why = standstill(silent, count, "do not answer")
-                    raise ApiError(503, f"workflow {id} stands still: {why}", lasting=True)
+                    raise _blocked(workflow_id, standstill(silent, count, "do not answer"))
             return await asked
         finally:
             asked.cancel()
 
     async def _ask_once(
-        self, owner: str, id: str, question: str, arguments: dict[str, Any]
+        self, owner: str, workflow_id: str, question: str, arguments: dict[str, Any]
     ) -> bytes:
-        if self._answers.knows(id):
-            return await self._answers.answer(id, question, arguments, owner)
-        home = await self._locate.home(id)
+        if self._answers.knows(workflow_id):
+            return await self._answers.answer(workflow_id, question, arguments, owner)
+        home = await self._locate.home(workflow_id)
         if home is None:
-            raise ApiError(404, f"there is no workflow {id}")
-        if home == VOID_HOME and question == "document":  # is that key in use?
-            raise ApiError(VOID_STATUS, f"workflow {id} was never accepted: submit it again")
-        if home == VOID_HOME:  # another of its name may have been accepted where nobody answers now
-            raise ApiError(503, f"nobody who answers has accepted workflow {id}")
+            raise ApiError(404, f"there is no workflow {workflow_id}")
+        if home == VOID_HOME:
+            raise _never_accepted(workflow_id, question)
         member = self._members.get(home) if home else None
         if member is None or member.state >= State.DEAD:
-            stuck = self._why_stuck(id) or self._locate.stuck.get(id, "")
-            if stuck:
-                raise ApiError(503, f"workflow {id} stands still: {stuck}", lasting=True)
-            if not home:
-                why = "its keepers are agreeing on a new one"
-                raise ApiError(503, f"workflow {id} has no home: {why}")
-            self._locate.forget(id, home)
-            down = f"the home of workflow {id}, peer {home.hex()[:8]}, is down"
-            raise ApiError(503, f"{down}, and no other peer that is here keeps it", lasting=True)
+            raise self._without_home(workflow_id, home)
         packed = msgpack.packb(arguments)
-        message = Ask(workflow=id, question=question, arguments=packed, owner=owner)
+        message = Ask(workflow=workflow_id, question=question, arguments=packed, owner=owner)
         try:
             limit_s = EVENTS_TIMEOUT_S if "wait_s" in arguments else ASK_TIMEOUT_S
             answer = await self._rpc.call(member.contact, message, Answer, limit_s)
         except CallFailed as error:
-            self._locate.forget(id, home)
-            raise ApiError(503, f"the home of workflow {id} does not answer: {error}") from None
+            self._locate.forget(workflow_id, home)
+            silent = f"peer {home.hex()[:8]}, which runs workflow {workflow_id}, does not answer"
+            raise ApiError(503, f"{silent}: {error}") from None
+        return self._checked(workflow_id, home, answer)
+
+    def _without_home(self, workflow_id: str, home: bytes) -> ApiError:
+        """Why nobody can answer: `home` is empty, or down."""
+        stuck = self._why_stuck(workflow_id) or self._locate.stuck.get(workflow_id, "")
+        if stuck:
+            return _blocked(workflow_id, stuck)
+        if not home:
+            choosing = "its replicas are choosing a peer to run it; try again in a moment"
+            return ApiError(503, f"workflow {workflow_id}: {choosing}")
+        self._locate.forget(workflow_id, home)
+        down = f"peer {home.hex()[:8]}, which runs workflow {workflow_id}, is down"
+        return ApiError(503, f"{down}, and no other reachable peer has a replica", lasting=True)
+
+    def _checked(self, workflow_id: str, home: bytes, answer: Answer) -> bytes:
+        """The body of an answer; an answer that reports a problem raises it."""
         if answer.status == MOVED:
-            self._locate.forget(id, home)
-            raise ApiError(503, f"workflow {id} is changing its home; ask again in a moment")
+            self._locate.forget(workflow_id, home)
+            raise moving(workflow_id)
         if answer.status == STANDS_STILL:
             raise ApiError(503, json.loads(answer.body)["detail"], lasting=True)
         if answer.status != 200:
@@ -164,48 +178,50 @@ class Gateway:
         try:
             workflow = await self._read(text, options, owner)
         except DocumentError as error:
-            errors = [
-                views.FieldProblem(pointer=p.place, message=p.message, line=p.line)
-                for p in error.problems
-            ]
-            count = len(errors)
-            first = str(error.problems[0])
-            detail = first if count == 1 else f"{count} problems; the first is {first}"
-            raise ApiError(422, detail, errors) from None
-        id = new_id(self._rpc.me.id, self._rng, self.prefix)
+            raise _invalid(error) from None
+        workflow_id = new_id(self._rpc.me.id, self._rng, self.prefix)
         if "idempotency" in options:
             options["document"] = hashlib.sha256(text).hexdigest()
-            id, new = await self._named(owner, options)
+            workflow_id, new = await self._named(owner, options)
             if not new:
-                return id, False
-        now = self._home.now()
-        due = due_at(workflow, now)
-        if due is not None and due <= now:
-            late = f"{workflow.deadline} is {show_seconds(now - due)} ago: a deadline is ahead"
-            raise ApiError(422, late, [views.FieldProblem(pointer="/deadline", message=late)])
+                return workflow_id, False
+        self._check_deadline(workflow)
         try:
-            run = await self._home.submit(text, workflow, id, options, owner, patient)
+            run = await self._home.submit(text, workflow, workflow_id, options, owner, patient)
         except Refused as error:
             raise ApiError(503, error.text) from None
         except ValidationError as error:
-            raise ApiError(
-                422, f"a need of it is out of all bounds: {error.errors()[0]['msg']}"
-            ) from None
+            beyond = f"a task's `needs` are out of range: {error.errors()[0]['msg']}"
+            raise ApiError(422, beyond) from None
         except AlreadyHere:  # the same key, a moment ago
-            try:
-                await self._same(owner, id, options)
-            except ApiError as problem:
-                if problem.status != VOID_STATUS:
-                    raise
-                raise ApiError(503, "that submission broke off; submit it again") from None
-            return id, False
+            await self._check_accepted(owner, workflow_id, options)
+            return workflow_id, False
         except DatabaseError as error:
-            raise ApiError(507, f"it can't be written to disk: {error}") from None
+            unwritten = f"the workflow can't be written to this peer's disk: {error}"
+            raise ApiError(507, unwritten) from None
         return run.id, True
 
+    def _check_deadline(self, workflow: Workflow) -> None:
+        now = self._home.now()
+        due = due_at(workflow, now)
+        if due is not None and due <= now:
+            ago = show_seconds(now - due)
+            late = f"the deadline {workflow.deadline} passed {ago} ago; choose a later one"
+            raise ApiError(422, late, [views.FieldProblem(pointer="/deadline", message=late)])
+
+    async def _check_accepted(self, owner: str, workflow_id: str, options: dict[str, Any]) -> None:
+        try:
+            await self._same(owner, workflow_id, options)
+        except ApiError as problem:
+            if problem.status != VOID_STATUS:
+                raise
+            broken_off = "an earlier submission with this Idempotency-Key broke off; submit again"
+            raise ApiError(503, broken_off) from None
+
     async def _read(self, text: bytes, options: dict[str, Any], owner: str) -> Workflow:
-        """Away from the loop, unless it is short and can't be much: a few bytes may stand for
-        200,000 tasks. One at a time of each owner: others do not wait for who sends many."""
+        """Reads a document in a thread, unless it is short and can't expand to much: a few bytes
+        may stand for 200,000 tasks. Each owner has one read at a time, so that an owner who sends
+        many does not keep others waiting."""
         if not is_much(text):
             return read_document(text, options)
         lock = self._reading.setdefault(owner, asyncio.Lock())
@@ -217,26 +233,29 @@ class Gateway:
                 self._reading.pop(owner, None)
 
     async def _named(self, owner: str, options: dict[str, Any]) -> tuple[str, bool]:
-        """The id follows from the key, so that every peer finds the first submission. One that
-        broke off leaves its id unusable: the next one in the row is tried then."""
+        """The workflow's id, and whether it is free.
+
+        The id follows from the key, so that every peer finds the first submission. A submission
+        that broke off leaves its id unusable: then the next id in the row is tried."""
         name = f"{owner}\0{options['idempotency']}"
         for again in range(BROKEN_OFF_MAX):
             digest = hashlib.sha256((name + "\0" * again).encode()).hexdigest()
-            id = f"{self.prefix}{digest[:16]}"
+            workflow_id = f"{self.prefix}{digest[:16]}"
             try:
-                await self._same(owner, id, options)
-                return id, False
+                await self._same(owner, workflow_id, options)
+                return workflow_id, False
             except ApiError as problem:
                 if problem.status == 404:
-                    return id, True
+                    return workflow_id, True
                 if problem.status != VOID_STATUS:
                     raise
         raise ApiError(
             503, "submissions with this Idempotency-Key broke off too often; use another"
         )
 
-    async def _same(self, owner: str, id: str, options: dict[str, Any]) -> None:
-        first = await self.ask(owner, id, "document")
+    async def _same(self, owner: str, workflow_id: str, options: dict[str, Any]) -> None:
+        """Raises unless the workflow of that id was made from the same document."""
+        first = await self.ask(owner, workflow_id, "document")
         if first["hash"] != options["document"]:
             raise ApiError(
                 422,
@@ -248,7 +267,7 @@ class Gateway:
     async def workflows(
         self, owner: str, before: str, limit: int, state: str
     ) -> views.WorkflowPage:
-        """Newest first, from all peers that are here. An empty owner sees all."""
+        """The workflows of all reachable peers, newest first. An empty owner sees everything."""
         rows = self._answers.page(before, limit, state, owner)
         others = [m for m in self._members.here() if m.contact.id != self._rpc.me.id]
         message = ListWorkflows(before=before, limit=limit, state=state, owner=owner)
@@ -258,15 +277,11 @@ class Gateway:
                 unanswered.append(member.contact.id.hex())
             else:
                 rows.extend(views.WorkflowRow.model_validate_json(row) for row in answer.rows)
-        rows = _one_each(rows)
-        rows.sort(key=lambda row: (row.submitted_at, row.id), reverse=True)
-        # as many copies as a workflow has must be missing before one is
+        # a workflow is missing only if all peers that have a replica of it are
         keepers = self._home.journal.keeping.config.keepers
         if len(unanswered) < min(keepers, len(self._members) - 1):
             unanswered = []
-        full = len(rows) >= limit
-        rows = rows[:limit]
-        last = f"{rows[-1].submitted_at!r},{rows[-1].id}" if full and rows else None
+        rows, last = _first_page(_one_each(rows), limit)
         return views.WorkflowPage(workflows=rows, next=last, unanswered=unanswered)
 
     async def peers(self) -> views.PeerList:
@@ -276,12 +291,12 @@ class Gateway:
             member.contact.id: answer
             for member, answer in await self._locate.everyone(here, Describe(), Described)
         }
-        mine = self._rpc.me.id
-        rows = [self._peer(m, described.get(m.contact.id), m.contact.id == mine) for m in members]
+        me = self._rpc.me.id
+        rows = [self._peer(m, described.get(m.contact.id), m.contact.id == me) for m in members]
         rows.sort(key=lambda v: (v.state not in ("up", "leaving"), v.id))
         return views.PeerList(peers=rows)
 
-    def _peer(self, member: Member, found: Described | None, me: bool) -> views.PeerView:
+    def _peer(self, member: Member, described: Described | None, me: bool) -> views.PeerView:
         names = {0: "up", 1: "suspect", 2: "dead", 3: "left"}
         traits, contact = member.traits, member.contact
         state = names[member.state]
@@ -291,22 +306,52 @@ class Gateway:
             http=member.http,
             site=traits.site,
             capacity=_amounts(member.capacity),
-            free=_amounts(found.free) if found else None,
-            running=found.running if found else None,
-            queued=found.queued if found else None,
-            state=found.state if found and state == "up" else state,
+            free=_amounts(described.free) if described else None,
+            running=described.running if described else None,
+            queued=described.queued if described else None,
+            state=described.state if described and state == "up" else state,
             arch=traits.arch,
             os=traits.os,
             speed=traits.speed,
             labels=list(traits.labels),
             software=list(traits.software),
-            pid=found.pid if found and contact.host.startswith("127.") else None,
+            pid=described.pid if described and contact.host.startswith("127.") else None,
             me=me,
         )
 
 
+def _never_accepted(workflow_id: str, question: str) -> ApiError:
+    if question == "document":  # the peer that asks wants to know whether the key is in use
+        return ApiError(VOID_STATUS, f"workflow {workflow_id} was never accepted: submit it again")
+    # another workflow of its name may have been accepted by peers that do not answer now
+    return ApiError(503, f"no peer that answers has accepted workflow {workflow_id}")
+
+
+def _blocked(workflow_id: str, why: str) -> ApiError:
+    return ApiError(503, f"workflow {workflow_id} is blocked: {why}", lasting=True)
+
+
+def _invalid(error: DocumentError) -> ApiError:
+    errors = [
+        views.FieldProblem(pointer=p.place, message=p.message, line=p.line) for p in error.problems
+    ]
+    count = len(errors)
+    first = str(error.problems[0])
+    return ApiError(422, first if count == 1 else f"{count} problems; the first: {first}", errors)
+
+
+def _first_page(
+    rows: list[views.WorkflowRow], limit: int
+) -> tuple[list[views.WorkflowRow], str | None]:
+    """The newest rows, and where the next page begins."""
+    rows.sort(key=lambda row: (row.submitted_at, row.id), reverse=True)
+    full = len(rows) >= limit
+    rows = rows[:limit]
+    return rows, f"{rows[-1].submitted_at!r},{rows[-1].id}" if full and rows else None
+
+
 def _one_each(rows: list[views.WorkflowRow]) -> list[views.WorkflowRow]:
-    """Of a workflow's keepers the one that knows most of it: its end, else its home."""
+    """One row for each workflow: of the keeper that knows most, its end or else its home."""
     best: dict[str, views.WorkflowRow] = {}
     for row in rows:
         before = best.get(row.id)
