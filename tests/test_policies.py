@@ -294,7 +294,7 @@ def test_a_branch_of_several_tasks_is_replaced(own_cluster: Callable[..., Cluste
     assert [row["state"] for row in workflow.task("index")["history"]] == ["ok", "ok"]
     side = workflow.task("side")["history"]
     assert side[0]["state"] == "lost"
-    assert "branch mapping is done in another way" in side[0]["reason"]
+    assert "branch mapping has moved on to another alternative" in side[0]["reason"]
     assert len(workflow.task("other")["history"]) == 1, "what is of no branch is left alone"
 
 

@@ -1,9 +1,9 @@
-"""The tasks of a branch go from one of their alternatives to the next together.
+"""Moves all tasks of a branch from one alternative to the next together.
 
-Rules, kept by looking at the whole branch whenever one of its tasks has changed, or its home has:
-- What has succeeded in an earlier way counts no more, what runs in one is given up, what waits for
-  a peer waits anew: with the needs of the new way.
-- A result counts only if its attempt was begun in the way that the branch is at (`judge`).
+Rules, applied to the whole branch whenever one of its tasks, or the workflow's home, has changed:
+- What an earlier alternative has made is dropped, its running attempts are given up, and tasks that
+  wait for a peer wait again, with the needs of the new alternative.
+- A result counts only if its attempt was started in the branch's present alternative (`judge`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .run import Run
 
 
 def mend_branch(run: Run, branch: str) -> Mending:
-    found = Mending()
+    mending = Mending()
     for name in run.branches[branch]:
         task, way = run.tasks[name], run.ways[name]
-        why = f"its branch {branch} is done in another way"
+        why = f"branch {branch} has moved on to another alternative"
         if task.state == "succeeded" and task.won_way < way:
-            found.reopened.append(ReopenedTask(name, why))
+            mending.reopened.append(ReopenedTask(name, why))
         elif task.state == "running":
             attempt = task.attempt(task.number)
             if attempt is not None and attempt.way < way:
-                found.lost.append(LostAttempt(name, task.number, why, "retrying", False))
-                found.running += running_of(run, name)
+                mending.lost.append(LostAttempt(name, task.number, why, "retrying", False))
+                mending.running += running_of(run, name)
         elif task.state == "pending" and task.asked_way < way:
-            found.unplaced.append(name)
-    return found
+            mending.unplaced.append(name)
+    return mending

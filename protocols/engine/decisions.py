@@ -1,19 +1,20 @@
-"""What follows for a workflow from what has happened. Decided here, performed by its home.
+"""Decides what a workflow does next; its home performs that.
 
-A decision reads its run and the surroundings, changes the run through `apply` and `note` alone, and
+A decision reads its run and its surroundings, changes the run through `apply` and `note` alone, and
 leaves effects (`effects`). It sends nothing, writes nothing and waits for nothing.
 
 Rules:
-- Whatever is decided stands in an entry before it is told to anybody.
-- The first result of a task that counts wins, whichever attempt it came from (`judge`).
-- What can't be made out (a lost peer) does not count as the task's failure, up to a limit.
-- What hangs on a result begins when that counts: another home might undo it before.
+- Every decision is in a journal entry before anybody is told of it.
+- The first valid result of a task wins, whichever attempt it came from (`judge`).
+- An attempt that was lost with its peer is no failure of its task, up to a limit.
+- Whatever depends on a result begins once the result is committed: before that, another home might
+  undo it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -47,41 +48,41 @@ from .judge import LOSSES_MAX, WON, counts, judge
 from .run import FINAL, AttemptState, Pending, Run, TaskState, WaitAgain
 from .work import wire_needs
 
-#: a larger workflow is placed in parts, so that others have their turn
+#: larger workflows are placed in parts, so that others have their turn
 AT_ONCE_TASKS_MAX = 2000
 RETRY_S_MIN, RETRY_S_MAX = 0.2, 10.0
 
 
 class Surroundings(Protocol):
-    """What a decision may ask about the world."""
+    """What a decision may ask about the world around its run."""
 
     def now(self) -> float:
-        """On the wall clock."""
+        """The time of the wall clock."""
 
     def may_place(self) -> bool:
-        """False: this peer leaves, or does not know the others yet."""
+        """False if this peer is leaving, or does not know the other peers yet."""
 
-    def holds(self, hash: bytes) -> bool:
-        """This very peer."""
+    def holds(self, digest: bytes) -> bool:
+        """True if this peer has that blob."""
 
     def is_me(self, peer: bytes) -> bool:
-        """This very peer."""
+        """True if that is this peer."""
 
     def boot(self, peer: bytes) -> int:
-        """When that peer was started, as far as is known."""
+        """When that peer was started, as far as this one knows."""
 
     def is_held(self, file: File | None) -> bool:
-        """Somebody who is here has it, or may be back with it in a moment."""
+        """True if a reachable peer has the file, or one that may be back with it in a moment."""
 
     def could_run(self, run: Run, task: TaskState) -> set[bytes]:
-        """Whose capacity suffices."""
+        """The peers whose capacity suffices for the task."""
 
     def deadline_at(self, run: Run) -> float | None:
-        """On the loop's clock."""
+        """The workflow's deadline on the event loop's clock."""
 
     @property
     def near_bytes_min(self) -> int:
-        """Files from this size on are worth a way to who holds them."""
+        """From this size on it is worth running a task where its file is."""
 
 
 class Decision:
@@ -103,29 +104,19 @@ class Decision:
         return AttemptKey(self.run.id, task, number)
 
     def _next_key(self, task: str) -> AttemptKey:
-        """Of the attempt for which room may be looked for now."""
+        """The key of the next attempt, for which a peer may be looked for now."""
         return self._key(task, self.run.tasks[task].number + 1)
 
     # ----------------------------------------------------------------- outcomes
 
     def take(self, peer: bytes, outcomes: Iterable[Outcome]) -> None:
-        """Outcomes that a peer has reported: those that count, in one entry."""
+        """Judges the outcomes that a peer has reported; those that count go into one entry."""
         run = self.run
         rows: list[FinishedAttempt] = []
         memory: dict[str, int] = {}
         instead: list[str] = []
         rivals: set[str] = set()
-        seen: set[str] = set()
-        # a result first: beside a failure of another attempt it is what counts of the two
-        for ended in sorted(outcomes, key=lambda ended: ended.kind != "ok"):
-            task = run.tasks[ended.key.task]
-            if task.id in seen or not counts(run, peer, ended):
-                self._do(effects.Count("ignored_outcomes"))
-                continue
-            seen.add(task.id)
-            if ended.enclosed:
-                held = tuple((h, b"") for h, _ in ended.enclosed if self._around.holds(h))
-                ended = ended._replace(enclosed=held)
+        for task, ended in self._that_count(peer, outcomes):
             if task.state != "running" or len(task.attempts) > 1:
                 rivals.add(task.id)
             verdict = judge(run, peer, ended, lambda task: self._around.could_run(run, task))
@@ -134,20 +125,33 @@ class Decision:
             if verdict.memory_bytes:
                 memory[task.id] = verdict.memory_bytes
             if verdict.instead:
-                instead.append(task.id)  # for all of its branch, once: see `Run`
+                instead.append(task.id)  # `Run` applies it to the whole branch, once
             rows.append(FinishedAttempt(ended, peer, verdict.state))
         if not rows:
             return
-        if memory or instead:
-            said = AttemptsFinished(outcomes=tuple(rows), memory=memory, instead=tuple(instead))
-        else:
-            said = AttemptsFinished(outcomes=tuple(rows))
-        won = tuple((r.outcome.key.task, r.outcome.key.number) for r in rows if r.verdict == WON)
-        self.write(said, then=ResultsCount(said, won, frozenset(rivals)))
+        said = _finished(rows, memory, instead)
+        self.write(said, then=ResultsCount(said, _won(rows), frozenset(rivals)))
         for row in rows:
             self._follow_up(row)
         self.mend_those([row.outcome.key.task for row in rows])
         self.conclude()
+
+    def _that_count(
+        self, peer: bytes, outcomes: Iterable[Outcome]
+    ) -> Iterator[tuple[TaskState, Outcome]]:
+        """The first outcome that counts of each task. Results come before failures: if two attempts
+        of a task have ended, its result counts."""
+        seen: set[str] = set()
+        for ended in sorted(outcomes, key=lambda ended: ended.kind != "ok"):
+            task = self.run.tasks[ended.key.task]
+            if task.id in seen or not counts(self.run, peer, ended):
+                self._do(effects.Count("ignored_outcomes"))
+                continue
+            seen.add(task.id)
+            if ended.enclosed:
+                held = tuple((h, b"") for h, _ in ended.enclosed if self._around.holds(h))
+                ended = ended._replace(enclosed=held)
+            yield task, ended
 
     def _follow_up(self, row: FinishedAttempt) -> None:
         ended, task = row.outcome, self.run.tasks[row.outcome.key.task]
@@ -161,8 +165,8 @@ class Decision:
         elif row.verdict != WON:
             self._place_later(task)
 
-    def results_count(self, event: ResultsCount, mine: bool) -> None:
-        """A majority has the entry. `mine`: this peer is still the home."""
+    def results_count(self, event: ResultsCount, is_home: bool) -> None:
+        """A majority has the entry. `is_home`: this peer is still the home."""
         run = self.run
         level = run.level
         run.committed(event.said)
@@ -171,42 +175,44 @@ class Decision:
                 self._drop_others(run.tasks[name], number)
         if event.won:
             self._do(effects.KeepTwice(tuple(name for name, _ in event.won)))
-        if not mine:
+        if not is_home:
             return
         self._do(effects.Deliver())
-        if run.level > level:  # all that waited for that
+        if run.level > level:  # a level is done: everything of the next one may begin
             self.place_ready()
-            return
-        ready = {
+        else:
+            self.place_ready(self._ready_after([name for name, _ in event.won]))
+
+    def _ready_after(self, won: list[str]) -> list[TaskState]:
+        """The tasks that wait for nothing any more, now that these have succeeded."""
+        run = self.run
+        complete = {
             child: run.tasks[child]
-            for name, _ in event.won
+            for name in won
             if run.tasks[name].state == WON
             for child in run.children[name]
             if not run.tasks[child].missing
         }
-        self.place_ready([task for task in ready.values() if task.state == "waiting"])
+        return [task for task in complete.values() if task.state == "waiting"]
 
     def _drop_others(self, task: TaskState, winner: int) -> None:
-        """Other attempts of a task that is done are of no use any more."""
+        """Ends the other attempts of a task that is done."""
         self._do(effects.Withdraw((self._next_key(task.id),)))
         for attempt in task.attempts:
             if attempt.number != winner and attempt.state == "running":
                 self._do(effects.AbortAttempts(attempt.peer, (self._key(task.id, attempt.number),)))
 
-    # ----------------------------------------------------------------- what is lost
+    # ----------------------------------------------------------------- losses
 
     def lose(self, rows: Iterable[tuple[AttemptKey, str]], begun: bool) -> None:
-        """Attempts that will not report. Those that never began don't count against the task."""
+        """Gives up attempts that will not report. Those that never began don't count against the
+        task."""
         lost: list[LostAttempt] = []
         for key, reason in rows:
-            task = self.run.tasks.get(key.task)
-            attempt = task.attempt(key.number) if task is not None else None
-            if task is None or attempt is None or attempt.state != "running":
-                continue
-            if task.state in FINAL or task.number != key.number:
-                continue
-            verdict = "failed" if begun and task.losses >= LOSSES_MAX else "retrying"
-            lost.append(LostAttempt(key.task, key.number, reason, verdict, begun))
+            task = self._running(key)
+            if task is not None:
+                verdict = "failed" if begun and task.losses >= LOSSES_MAX else "retrying"
+                lost.append(LostAttempt(key.task, key.number, reason, verdict, begun))
         if not lost:
             return
         self.write(AttemptsLost(attempts=tuple(lost)))
@@ -219,8 +225,16 @@ class Decision:
         self.mend_those([row.task for row in lost])
         self.conclude()
 
+    def _running(self, key: AttemptKey) -> TaskState | None:
+        """The task of this attempt, if it is the latest one and still running."""
+        task = self.run.tasks.get(key.task)
+        attempt = task.attempt(key.number) if task is not None else None
+        if task is None or attempt is None or attempt.state != "running":
+            return None
+        return None if task.state in FINAL or task.number != key.number else task
+
     def reopen(self, again: list[tuple[str, str]]) -> None:
-        """Tasks whose results are gone, and needed: they run once more."""
+        """Runs tasks once more whose results are lost and still needed."""
         if again:
             rows = tuple(ReopenedTask(maker, why) for maker, why in again)
             self.write(TasksReopened(tasks=rows))
@@ -229,32 +243,32 @@ class Decision:
             self.place_ready([self.run.tasks[maker] for maker, _ in again])
 
     def reopen_lost(self, peer: bytes) -> None:
-        """That peer is gone. What only it had, and somebody will read, is made again now: not when
-        its reader has found out."""
+        """That peer is gone. Files and values that only it had, and that a task will read, are made
+        again now and not only when the task finds them missing."""
         run = self.run
         lost: dict[str, str] = {}
         for name, maker in run.workflow.producers.items():
             if run.tasks[maker].state != WON or maker in lost:
                 continue
-            file = run.file(name)
-            if file is None or peer not in file.holders or self._around.is_held(file):
-                continue
-            if run.readers(name):
-                lost[maker] = f"{name} was lost with the only peer that held it"
+            if self._is_lost_with(peer, run.file(name)) and run.readers(name):
+                lost[maker] = _lost_file(name)
         for name in run.taken:
-            value = run.value(name) if run.tasks[name].state == WON else None
-            file = value.file if value is not None else None
-            if file is None or peer not in file.holders or self._around.is_held(file):
-                continue
-            if run.takers(name):
-                lost[name] = "its value was lost with the only peer that held it"
+            if self._is_lost_with(peer, self._value_file(name)) and run.takers(name):
+                lost[name] = "every peer that held its value is gone; computing it again"
         self.reopen(list(lost.items()))
 
+    def _value_file(self, task: str) -> File | None:
+        value = self.run.value(task) if self.run.tasks[task].state == WON else None
+        return value.file if value is not None else None
+
+    def _is_lost_with(self, peer: bytes, file: File | None) -> bool:
+        return file is not None and peer in file.holders and not self._around.is_held(file)
+
     def stage_again(self, names: Iterable[str]) -> bool:
-        """Inputs that went with all who held them are brought in anew; True if there are any."""
+        """Fetches inputs again that are lost with all their holders; True if there are any."""
         run = self.run
         gone = tuple(
-            InputReason(name, "it was lost with the peers that held it, and is brought in again")
+            InputReason(name, "every peer that held it is gone; fetching it again")
             for name in names
             if name in run.staged and not self._around.is_held(run.file(name))
         )
@@ -273,55 +287,65 @@ class Decision:
                 self.fail(task.id, f"input {name}: {reason}")
         self.conclude()
 
-    def inputs_count(self, event: InputsCount, mine: bool) -> None:
+    def inputs_count(self, event: InputsCount, is_home: bool) -> None:
         self.run.committed(event.said)
-        if mine:
+        if is_home:
             self.place_ready()
 
     # ----------------------------------------------------------------- placing
 
     def place_ready(self, among: Iterable[TaskState] | None = None) -> None:
-        """Units of what is ready, of these or of all."""
-        run = self.run
-        if run.over or run.cancelling or not self._around.may_place():
+        """Places the tasks that are ready, of these or of all."""
+        if not self._may_place():
             return
         units: list[Unit] = []
         gangs: list[Unit] = []
-        seen: set[tuple[str, ...]] = set()
-        deadline = self._around.deadline_at(run)
-        listed = run.ready() if among is None else list(among)
+        listed = self.run.ready() if among is None else list(among)
         if len(listed) > AT_ONCE_TASKS_MAX:
             self._do(effects.PlaceRest(tuple(task.id for task in listed[AT_ONCE_TASKS_MAX:])))
-        for task in listed[:AT_ONCE_TASKS_MAX]:
-            gang = run.workflow.tasks[task.id].gang
+        for unit in self._units(listed[:AT_ONCE_TASKS_MAX]):
+            (gangs if unit.gang else units).append(unit)
+        if units or gangs:
+            self._do(effects.Place(tuple(units), tuple(gangs)))
+
+    def _may_place(self) -> bool:
+        return not self.run.over and not self.run.cancelling and self._around.may_place()
+
+    def _units(self, tasks: list[TaskState]) -> Iterator[Unit]:
+        run = self.run
+        deadline = self._around.deadline_at(run)
+        for gang, together in self._together(tasks):
+            if not all(run.is_ready(t) and self._inputs_held(t) for t in together):
+                continue
+            parts = [self._unit(t, deadline) for t in together]
+            run.note(Pending(tuple(t.id for t in together)))
+            yield from [_gang(parts)] if gang else parts
+
+    def _together(
+        self, tasks: list[TaskState]
+    ) -> Iterator[tuple[tuple[str, ...], list[TaskState]]]:
+        """Each task with the rest of its gang, and each gang once. A gang is mended first."""
+        seen: set[tuple[str, ...]] = set()
+        for task in tasks:
+            gang = self.run.workflow.tasks[task.id].gang
             if gang in seen:
                 continue
             if gang:
                 seen.add(gang)
                 self._mend(gang)
-            tied = [run.tasks[name] for name in gang] or [task]
-            if not all(run.is_ready(t) and self._inputs_held(t) for t in tied):
-                continue
-            parts = [self._unit(t, deadline) for t in tied]
-            if gang:
-                gangs.append(_gang(parts))
-            else:
-                units += parts
-            run.note(Pending(tuple(t.id for t in tied)))
-        if units or gangs:
-            self._do(effects.Place(tuple(units), tuple(gangs)))
+            yield gang, [self.run.tasks[name] for name in gang] or [task]
 
     def start(self, placed: list[Placed]) -> None:
-        """Units for which room was found: who got what stands in the journal before they begin."""
+        """Starts units that have a lease. Before they begin, the journal says where each runs."""
         by_placement: dict[int, tuple[Placement, list[StartedAttempt]]] = {}
         for one in placed:
             peer, key = one.peer.id, one.unit.key
             entry = by_placement.setdefault(id(one.placement), (one.placement, []))
             entry[1].append(StartedAttempt(key.task, key.number, peer, self._around.boot(peer)))
         for placement, attempts in by_placement.values():
-            here = all(self._around.is_me(attempt.peer) for attempt in attempts)
+            all_here = all(self._around.is_me(attempt.peer) for attempt in attempts)
             said = AttemptsStarted(placement=placement.to_row(), attempts=tuple(attempts))
-            self.write(said, soon=here)
+            self.write(said, soon=all_here)
         self._do(effects.Start(tuple(placed)))
 
     def _unit(self, task: TaskState, deadline: float | None) -> Unit:
@@ -348,7 +372,7 @@ class Decision:
         )
 
     def _near(self, task: Task) -> frozenset[bytes]:
-        """The peers that hold most of what it reads, if that is worth a thought."""
+        """The peers that hold most of the bytes that it reads, if the files are large enough."""
         held: Counter[bytes] = Counter()
         for name in task.inputs:
             file = self.run.file(name)
@@ -358,74 +382,83 @@ class Decision:
         return frozenset(peer for peer, size in held.items() if 2 * size > most)
 
     def _inputs_held(self, task: TaskState) -> bool:
-        """True if some peer here holds each input; else their makers run again."""
+        """True if each input is held by a reachable peer; else the tasks that made the lost ones
+        run again."""
         run = self.run
         spec = run.workflow.tasks[task.id]
         if not spec.inputs and not spec.references:
             return True
         if self.stage_again(spec.inputs):
             return False
-        lost: dict[str, str] = {}
-        files = [(run.workflow.producers.get(name), run.file(name)) for name in spec.inputs]
-        for ref in spec.references.values():
-            for name in ref.tasks:
-                value = run.value(name)
-                if value is not None and value.file is not None:
-                    files.append((name, value.file))
-        for maker, file in files:
-            if file is not None and maker is not None and not self._around.is_held(file):
-                lost[maker] = f"{file.name} was lost with the only peer that held it"
+        lost = {
+            maker: _lost_file(file.name)
+            for maker, file in self._files_made_for(spec)
+            if not self._around.is_held(file)
+        }
         if not lost:
             return True
         self.reopen([(m, why) for m, why in lost.items() if run.tasks[m].state == WON])
         return False
 
+    def _files_made_for(self, spec: Task) -> Iterator[tuple[str, File]]:
+        """The files and values that other tasks have made for this one, each with its maker."""
+        run = self.run
+        for name in spec.inputs:
+            maker, file = run.workflow.producers.get(name), run.file(name)
+            if maker is not None and file is not None:
+                yield maker, file
+        for ref in spec.references.values():
+            for name in ref.tasks:
+                value = run.value(name)
+                if value is not None and value.file is not None:
+                    yield name, value.file
+
     def _place_later(self, task: TaskState) -> None:
         tries = task.failures + task.losses + task.returns
         wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2 ** min(10, max(0, tries - 1)))
         if not task.failures and tries <= 2:
-            wait_s = 0.0  # it was nobody's fault
+            wait_s = 0.0  # the task is not to blame
         self._do(effects.Retry(task.id, wait_s))
 
     def place_again(self, task: str) -> None:
-        """A task that has failed, or was lost, has waited long enough."""
+        """Places a task again that has failed or was lost, and has waited long enough."""
         if self.run.tasks[task].state == "retrying":
             self.run.note(WaitAgain((task,)))
             self.place_ready([self.run.tasks[task]])
 
-    # ----------------------------------------------------------------- what belongs together
+    # ----------------------------------------------------------------- gangs and branches
 
     def _mend(self, gang: tuple[str, ...]) -> None:
-        """What runs at several peers at once runs at all of them, or at none."""
+        """Sees to it that a gang runs at all its peers, or at none."""
         self._mended(mend(self.run, gang), counting=True)
         if not any(self.run.tasks[name].state == "pending" for name in gang):
             self.withdraw_gang(gang)
 
     def _mend_branch(self, branch: str) -> None:
         run = self.run
-        found = mend_branch(run, branch)
-        self._mended(found, counting=False)
-        keys = tuple(map(self._next_key, found.unplaced))
+        mending = mend_branch(run, branch)
+        self._mended(mending, counting=False)
+        keys = tuple(map(self._next_key, mending.unplaced))
         if keys:
             self._do(effects.Withdraw(keys))
-        again = [*found.unplaced, *(row.task for row in found.lost)]
-        again += [row.task for row in found.reopened]
+        again = [*mending.unplaced, *(row.task for row in mending.lost)]
+        again += [row.task for row in mending.reopened]
         run.note(WaitAgain(tuple(name for name in again if run.tasks[name].state == "retrying")))
         self.place_ready([run.tasks[name] for name in again])
 
-    def _mended(self, found: Mending, counting: bool) -> None:
-        """`counting`: what begins anew keeps its number of failures."""
-        if found.skipped:
-            self.write(TasksSkipped(tasks=tuple(found.skipped)))
-            for row in found.skipped:
+    def _mended(self, mending: Mending, counting: bool) -> None:
+        """`counting`: tasks that start over keep their number of failures."""
+        if mending.skipped:
+            self.write(TasksSkipped(tasks=tuple(mending.skipped)))
+            for row in mending.skipped:
                 self._skip_behind(row.task)
-        if found.lost:
-            self.write(AttemptsLost(attempts=tuple(found.lost)))
-        if found.reopened:
+        if mending.lost:
+            self.write(AttemptsLost(attempts=tuple(mending.lost)))
+        if mending.reopened:
             gang = True if counting else None
-            self.write(TasksReopened(tasks=tuple(found.reopened), gang=gang))
-        self.run.note(WaitAgain(tuple(found.unplaced)))
-        for name, number, peer in found.running:
+            self.write(TasksReopened(tasks=tuple(mending.reopened), gang=gang))
+        self.run.note(WaitAgain(tuple(mending.unplaced)))
+        for name, number, peer in mending.running:
             self._do(effects.AbortAttempts(peer, (self._key(name, number),)))
 
     def withdraw_gang(self, gang: tuple[str, ...]) -> None:
@@ -452,7 +485,7 @@ class Decision:
     def _skip_behind(self, failed: str) -> None:
         why = f"it depends on {failed}, which failed"
         if self.run.levels:
-            why = f"levels are strict, and {failed}, in one above, failed"
+            why = f"levels are strict, and {failed}, of an earlier level, failed"
         doomed = tuple(SkippedTask(t, "skipped", why) for t in self.run.doomed_by(failed))
         if doomed:
             self.write(TasksSkipped(tasks=doomed))
@@ -472,29 +505,45 @@ class Decision:
         self.conclude()
 
     def cancel_counts(self, event: CancelCounts) -> None:
-        """What runs is ended when no other home can take the cancel for never said."""
+        """Attempts are ended once the cancel is committed: then no other home can miss it."""
         for abort in event.aborts:
             self._do(abort)
 
     def conclude(self) -> None:
-        """If all is done."""
-        found = None if self.run.over else self.run.conclusion()
-        if found is None:
+        """Ends the workflow if everything is done."""
+        conclusion = None if self.run.over else self.run.conclusion()
+        if conclusion is None:
             return
-        state, reason = found
+        state, reason = conclusion
         self.write(Ended(state=state, reason=reason))
         for gang in self.run.gangs:
             self.withdraw_gang(gang)
         self._do(effects.Conclude(state))
 
 
+def _finished(
+    rows: list[FinishedAttempt], memory: dict[str, int], instead: list[str]
+) -> AttemptsFinished:
+    if memory or instead:
+        return AttemptsFinished(outcomes=tuple(rows), memory=memory, instead=tuple(instead))
+    return AttemptsFinished(outcomes=tuple(rows))
+
+
+def _won(rows: list[FinishedAttempt]) -> tuple[tuple[str, int], ...]:
+    return tuple((r.outcome.key.task, r.outcome.key.number) for r in rows if r.verdict == WON)
+
+
+def _lost_file(name: str) -> str:
+    return f"every peer that held {name} is gone; making it again"
+
+
 def _began(attempt: AttemptState) -> bool:
-    """It ran, or fetched what it reads; and was not just handed back."""
+    """True if it ran or fetched its inputs, and was not handed back before."""
     return attempt.outcome is not None and attempt.outcome.started_at > 0
 
 
 def _gang(parts: list[Unit]) -> Unit:
-    """Units that are to run at once, as one."""
+    """Units that must run at the same time, as one unit."""
     return replace(
         parts[0],
         needs=max((part.needs for part in parts), key=lambda n: n.capacity.memory_bytes),
