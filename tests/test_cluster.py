@@ -359,11 +359,11 @@ def test_commands_that_can_not_start_time_out_or_use_too_much(cluster) -> None:
     assert workflow.wait() == "failed"
     reasons = {t["id"]: t["reason"] for t in workflow.tasks()}
     assert "could not be started: no-such-program" in reasons["no"]
-    assert "time-out of 1.0 s" in reasons["slow"]
+    assert "timeout of 1.0 s" in reasons["slow"]
     assert "used" in reasons["hog"]
     assert "100 MiB asked" in reasons["hog"]
     assert reasons["killed"] == "killed by signal 9"
-    assert "time-out" in reasons["call"]
+    assert "timeout" in reasons["call"]
     assert "worker process died" in reasons["crash"]
     assert "ZeroDivisionError" in reasons["raise"]
     assert b"Traceback" in workflow.log("raise")

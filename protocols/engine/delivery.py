@@ -1,7 +1,7 @@
-"""Results on their way out: what a document wants delivered is written there as soon as it counts.
+"""Delivers results: writes files to the URLs that a document names, once they are committed.
 
-Each by its workflow's home, in several tries; a new home begins again with what the journal does
-not say is done. Writing the same result twice leaves what writing it once leaves.
+The workflow's home writes each file, in several tries. A new home starts again with those that the
+journal does not list as delivered: writing a result twice has the same effect as writing it once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Write = Callable[[Run, FilesDelivered], None]
 
 
 def shown(url: str) -> str:
-    """Without what may be a secret in it: its user, its query."""
+    """The URL without the parts that may be secret: user, password and query."""
     scheme, _, rest = url.partition("://")
     authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"[:300]
@@ -56,7 +56,7 @@ class Delivery:
         self._tasks = Tasks()
 
     def begin(self, run: Run) -> None:
-        """All that is made and not delivered."""
+        """Delivers all files that are made and not delivered yet."""
         for name in run.to_deliver():
             key = (run.id, name)
             if key not in self._under_way:
@@ -70,7 +70,7 @@ class Delivery:
     async def _deliver(self, run: Run, name: str) -> None:
         url = run.workflow.deliver[name]
         for attempt in range(TRIES):
-            words = f"it is being written to {shown(url)} (try {attempt + 1})"
+            words = f"writing to {shown(url)} (try {attempt + 1})"
             run.note(Delivering(name, words))
             try:
                 async with self._slots:
@@ -89,9 +89,9 @@ class Delivery:
     async def _once(self, run: Run, name: str, url: str) -> None:
         file = run.file(name)
         if file is None:
-            raise BlobError(f"{name} was lost, and is made again")
+            raise BlobError(f"every peer that held {name} is gone; making it again")
         if self._storage is None:
-            raise StorageError(f"{shown(url)}: this peer writes nowhere")
+            raise StorageError(f"{shown(url)}: this peer can't write files outside the cluster")
         with self._blobs.pinned([file.hash]):
             await self._transfer.fetch(file)
             await self._storage.deliver(file.hash, url, run.owner)

@@ -1,8 +1,9 @@
-"""Gives placed units to the peers that have leased room for them, and ends what is not wanted.
+"""Sends placed units to the peers that have leased capacity for them, and aborts unwanted attempts.
 
-What goes to another peer goes only when the journal's entry about it counts; what this very peer
-runs falls with it and waits for nothing. A commit that gets no answer may have arrived or not: then
-the peer is asked (`given`). Commits travel in batches, bounded by count and bytes.
+A unit is sent to another peer only once the journal's entry about it is committed. This peer's own
+units would be lost with it anyway, so they wait for nothing. A commit that gets no answer may have
+arrived or not: then the peer is asked (`outstanding`). Commits travel in batches, bounded by count
+and bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Dispatch:
         self._is_wanted = is_wanted
 
     def here(self, run: Run, rows: list[Placed]) -> None:
-        """By this very peer: nothing of it outlives a crash, so it waits for no disk."""
+        """Starts units on this peer. Nothing of them outlives a crash, so they wait for no disk."""
         works = [work for one in rows if (work := self._make(run, one)) is not None]
         if len(works) < len(rows):
             wanted = {work.lease for work in works}
@@ -67,6 +68,7 @@ class Dispatch:
         self._refused(run, refused)
 
     async def away(self, run: Run, rows: list[Placed]) -> None:
+        """Sends units to other peers once their journal entry is committed."""
         try:
             await self._kept(run.id)
             await self._send(run, rows)
@@ -85,42 +87,39 @@ class Dispatch:
             else:
                 works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
         if len(works) == 1:
-            for peer, found in works.values():
-                await self._commit(run, peer, found)
+            for peer, its_works in works.values():
+                await self._commit(run, peer, its_works)
         else:
-            await asyncio.gather(*(self._commit(run, p, found) for p, found in works.values()))
+            await asyncio.gather(*(self._commit(run, p, its) for p, its in works.values()))
 
     async def _commit(self, run: Run, peer: Contact, works: list[Work]) -> None:
         start = 0
         while start < len(works):
-            end, size = start, 0
-            while end < len(works) and end - start < COMMIT_WORKS_MAX:
-                size += size_bytes(works[end])
-                if end > start and size > COMMIT_BYTES_MAX:
-                    break
-                end += 1
-            batch = works[start:end]
+            end = _batch_end(works, start)
+            await self._commit_batch(run, peer, works[start:end])
             start = end
-            try:
-                answer = await self._rpc.call(peer, Commit.of(tuple(batch)), Committed)
-            except Refused as error:
-                if error.code == "size":
-                    tasks = [work.key.task for work in batch]
-                    self.on_too_large(run, tasks, f"it is too large to be sent: {error.text}")
-                else:
-                    self._refused(run, [(work.key, str(error)) for work in batch])
-            except CallFailed:
-                self._given.doubt(peer.id)  # it may have got it or not
+
+    async def _commit_batch(self, run: Run, peer: Contact, batch: list[Work]) -> None:
+        try:
+            answer = await self._rpc.call(peer, Commit.of(tuple(batch)), Committed)
+        except Refused as error:
+            if error.code == "size":
+                tasks = [work.key.task for work in batch]
+                self.on_too_large(run, tasks, f"the task is too large to send: {error.text}")
             else:
-                self._refused(run, list(answer.refused))
-                late = [w.key for w in batch if not self._is_wanted(run, w.key)]
-                if late:  # cancelled, or done elsewhere, while this was on its way
-                    self._given.drop(peer.id, late)
-                    await self.abort(peer, late, (run.id, run.epoch))
+                self._refused(run, [(work.key, str(error)) for work in batch])
+        except CallFailed:
+            self._given.doubt(peer.id)  # the commit may have arrived or not
+        else:
+            self._refused(run, list(answer.refused))
+            late = [w.key for w in batch if not self._is_wanted(run, w.key)]
+            if late:  # cancelled, or done elsewhere, while this was on its way
+                self._given.drop(peer.id, late)
+                await self.abort(peer, late, (run.id, run.epoch))
 
     def _refused(self, run: Run, refused: Refusals) -> None:
         if refused:
-            self.on_refused([(key, f"the peer refused it: {why}") for key, why in refused])
+            self.on_refused([(key, f"the peer refused the task: {why}") for key, why in refused])
         if any(why == FENCED for _, why in refused):
             self.on_fenced(run)
 
@@ -128,5 +127,16 @@ class Dispatch:
         message = Abort(keys=tuple(keys), reason="not needed", epochs=(epoch,))
         try:
             await self._rpc.call(contact, message, Done)
-        except CallFailed as error:  # it runs to its end there, and its outcome is ignored
-            log.info("%d attempts could not be ended: %s", len(keys), error)
+        except CallFailed as error:  # they run to their end there, and their outcomes are ignored
+            log.info("could not abort %d attempts: %s", len(keys), error)
+
+
+def _batch_end(works: list[Work], start: int) -> int:
+    """Where a batch from `start` on ends: it has at least one work."""
+    end, size = start, 0
+    while end < len(works) and end - start < COMMIT_WORKS_MAX:
+        size += size_bytes(works[end])
+        if end > start and size > COMMIT_BYTES_MAX:
+            break
+        end += 1
+    return end

@@ -1,7 +1,9 @@
-"""Two workflows of one name: one Idempotency-Key, submitted at two peers that did not hear of each
-other. Once they do, executing peers follow the higher epoch and refuse the other home; that one
-then looks for its duplicate and makes way. Epochs only grow, and only to the higher one is made
-way: never do both give up.
+"""Resolves duplicate submissions: one Idempotency-Key, used at two peers that could not reach each
+other, makes two workflows of one name.
+
+Once the peers reach each other, executing peers follow the home with the higher epoch and refuse
+the other one. That one then looks for its duplicate and makes way. Epochs only grow, and a home
+makes way only for a higher one: so the two never both give up.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from ..consensus.keeping import Keeping
 from .run import Run
 
-FENCED_S = 2.0  # between two looks for the other home
+FENCED_S = 2.0  # between two searches for the other home
 
-#: workflow, birth and epoch of this one → the peer that goes on with another of that name
-FindTwin = Callable[[str, int, int], Awaitable[bytes | None]]
+#: workflow, birth and epoch of this one → the peer that goes on with its duplicate
+FindDuplicate = Callable[[str, int, int], Awaitable[bytes | None]]
 
 
 async def _nobody(workflow: str, birth: int, epoch: int) -> bytes | None:
@@ -29,14 +31,15 @@ class DuplicateSubmissions:
         is_active: Callable[[Run], bool],
         cancel: Callable[[Run, str], None],
     ) -> None:
-        self.find: FindTwin = _nobody
+        self.find: FindDuplicate = _nobody
         self._keeping = keeping
         self._is_active = is_active
         self._cancel = cancel
         self._looking: set[str] = set()
 
     async def look(self, run: Run) -> None:
-        """Another home of that name was heard of. (If this one is deposed, it will hear so.)"""
+        """Looks for the duplicate, as another home of that name was heard of. (If this home has
+        been deposed, it will hear of that otherwise.)"""
         if run.id in self._looking or not self._is_active(run):
             return
         self._looking.add(run.id)
@@ -47,8 +50,8 @@ class DuplicateSubmissions:
             if duplicate is not None and same and not run.over and not run.cancelling:
                 self._cancel(
                     run,
-                    "one Idempotency-Key was submitted at two peers that did not hear of each "
-                    f"other: peer {duplicate.hex()[:8]} goes on with it",
+                    "duplicate submission: the same Idempotency-Key was used at two peers that "
+                    f"could not reach each other; peer {duplicate.hex()[:8]} runs the workflow",
                 )
         finally:
             await asyncio.sleep(FENCED_S)

@@ -1,9 +1,10 @@
-"""How long an owner's tasks take, beside how long their documents say. Pure.
+"""Compares how long an owner's tasks take with how long their documents say they take. Pure.
 
-Owners share what there is by the time that their tasks are expected to take. Who says a millisecond
-of tasks that take a second would get a thousand times as much; who says an hour of what takes a
-minute, a sixtieth. So what a document says counts as many times as what was said before turned out:
-in sum each owner pays for what it had. Of tasks whose like was seen here already, that counts.
+Owners share the capacity by the time that their tasks are expected to take. An owner who states a
+millisecond for tasks that take a second would get a thousand times its share; one who states an
+hour for tasks that take a minute would get a sixtieth. So a stated time is multiplied by the ratio
+of the times taken and stated before: in sum each owner pays for what it had. If tasks of the same
+kind have run here already, the time that those took is used instead.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 OWNERS_MAX = 10_000
-REMEMBERED = 0.98  # of each observation, when the next one comes
+REMEMBERED = 0.98  # the weight that older observations keep at each new one
 FACTOR_MAX = 1e6
 
 
 class Experience:
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # said, taken
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # stated, taken
 
     def observe(self, owner: str, said_s: float, took_s: float) -> None:
         said, took = self._seen.pop(owner, (0.0, 0.0))

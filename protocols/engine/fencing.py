@@ -1,7 +1,7 @@
-"""Whose word holds: of two homes of a workflow the one with the higher epoch.
+"""Fences off old homes: of two homes of a workflow, the one with the higher epoch is obeyed.
 
-What a lower one says is refused, and all that is here for the workflow goes to the higher one as
-soon as it is heard of.
+Messages of the lower one are refused. Everything on this peer that belongs to the workflow goes to
+the higher one as soon as this peer hears of it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ class Fencing:
     def __init__(self, counts: Counter[str]) -> None:
         self.on_new_home: list[Callable[[str, bytes], None]] = []
         self._counts = counts
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # of each workflow's home, as heard
+        self._epochs: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # the highest one heard of, for each workflow
 
     def heed(self, home: bytes, workflow: str, epoch: int) -> bool:
-        """Is this its home?"""
+        """True if this is its home, as far as this peer knows."""
         known = self._epochs.get(workflow, 0)
         if epoch < known:
             self._counts["fenced"] += 1
@@ -34,7 +36,7 @@ class Fencing:
         return True
 
     def rehome(self, workflow: str, home: bytes) -> None:
-        """All that is here of the workflow is for that one from now on."""
+        """From now on everything on this peer that belongs to the workflow is for that home."""
         for tell in self.on_new_home:
             tell(workflow, home)
 

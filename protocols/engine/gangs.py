@@ -1,13 +1,13 @@
-"""A gang's tasks run at once, at different peers: all of them, or none.
+"""Keeps a gang together: its tasks run at the same time on different peers, all of them or none.
 
-Rules, kept by looking at the states of the whole gang whenever one of them has changed:
-- If one is to be tried again, all are: what still runs is given up, what has succeeded counts no
-  more. (Nothing hangs on it yet: who comes after a gang comes after all of it.)
-- If one has failed for good, those that have not ended will never be of use.
-- A result counts only for an attempt that was not given up; so all results of a gang are of
-  attempts that were begun together.
-- One that fails may have failed because another was lost with its peer: those are asked first. A
-  lost peer is no failure of the task.
+Rules, applied to the whole gang whenever the state of one of its tasks has changed:
+- If one task is retried, all are: running attempts are given up, and results are dropped. (Nothing
+  depends on those yet: whatever comes after a gang comes after all of it.)
+- If one task has failed for good, the tasks that have not ended are skipped.
+- A result counts only if its attempt was not given up. So all results of a gang come from attempts
+  that were started together.
+- A task may fail because another one was lost with its peer: so the peers of the others are asked
+  first. A lost peer is no failure of the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..strategies.base import Unit
 from ..wire.entries import LostAttempt, ReopenedTask, SkippedTask
 from ..wire.messages import AttemptKey, Inquire, Inquired, Outcome
 from ..wire.rpc import CallFailed, Rpc
-from .run import FINAL, Run
+from .run import FINAL, AttemptState, Run
 
 JUDGE_S = 2.0
 REASON_MAX = 2000
@@ -28,46 +28,62 @@ REASON_MAX = 2000
 
 @dataclass(slots=True)
 class Mending:
-    """What is to be written, and done, so that a gang, or a branch, is of one mind."""
+    """What must be written and done to bring all tasks of a gang, or a branch, into agreement."""
 
     lost: list[LostAttempt] = field(default_factory=list)
     reopened: list[ReopenedTask] = field(default_factory=list)  # their failures still count
     skipped: list[SkippedTask] = field(default_factory=list)
-    unplaced: list[str] = field(default_factory=list)  # waiting for peers: they are to wait again
-    running: list[tuple[str, int, bytes]] = field(default_factory=list)  # attempts to be ended
+    unplaced: list[str] = field(default_factory=list)  # tasks that must wait for a peer again
+    running: list[tuple[str, int, bytes]] = field(default_factory=list)  # attempts to abort
 
 
 def mend(run: Run, gang: tuple[str, ...]) -> Mending:
-    found = Mending()
-    states = {task: run.tasks[task].state for task in gang}
-    failed = [task for task, state in states.items() if state in ("failed", "skipped")]
-    again = [task for task, state in states.items() if state in ("waiting", "retrying")]
+    failed = [task for task in gang if run.tasks[task].state in ("failed", "skipped")]
+    again = [task for task in gang if run.tasks[task].state in ("waiting", "retrying")]
     if failed:
-        why = f"it runs at once with {failed[0]}, which failed"
-        for task, state in states.items():
-            if state not in FINAL:
-                found.skipped.append(SkippedTask(task, "skipped", why))
-                found.running += running_of(run, task)
-    elif again and len(again) < len(gang):
-        why = f"begins anew with {again[0]}: {run.tasks[again[0]].reason}"
-        for task, state in states.items():
-            if state == "running":
-                number = run.tasks[task].number
-                found.lost.append(LostAttempt(task, number, why, "retrying", False))
-                found.running += running_of(run, task)
-            elif state == "succeeded":
-                found.reopened.append(ReopenedTask(task, why))
-            elif state == "pending":
-                found.unplaced.append(task)
-    return found
+        return _skip(run, gang, f"it runs together with {failed[0]}, which failed")
+    if again and len(again) < len(gang):
+        why = f"starting over together with {again[0]}: {run.tasks[again[0]].reason}"
+        return _start_over(run, gang, why)
+    return Mending()
+
+
+def _skip(run: Run, gang: tuple[str, ...], why: str) -> Mending:
+    mending = Mending()
+    for task in gang:
+        if run.tasks[task].state not in FINAL:
+            mending.skipped.append(SkippedTask(task, "skipped", why))
+            mending.running += running_of(run, task)
+    return mending
+
+
+def _start_over(run: Run, gang: tuple[str, ...], why: str) -> Mending:
+    mending = Mending()
+    for task in gang:
+        state = run.tasks[task].state
+        if state == "running":
+            number = run.tasks[task].number
+            mending.lost.append(LostAttempt(task, number, why, "retrying", False))
+            mending.running += running_of(run, task)
+        elif state == "succeeded":
+            mending.reopened.append(ReopenedTask(task, why))
+        elif state == "pending":
+            mending.unplaced.append(task)
+    return mending
 
 
 def running_of(run: Run, task: str) -> list[tuple[str, int, bytes]]:
     return [(task, a.number, a.peer) for a in run.tasks[task].attempts if a.state == "running"]
 
 
+def _running_beside(run: Run, task: str) -> list[tuple[str, AttemptState]]:
+    """The other tasks of its gang that are running, and their latest attempts."""
+    others = [run.tasks[name] for name in run.workflow.tasks[task].gang if name != task]
+    return [(t.id, a) for t in others if (a := t.attempt(t.number)) and a.state == "running"]
+
+
 class Company:
-    """Of those that run at once: what one is told of the others, and whether they are there."""
+    """Tells a gang's task where the others run, and asks whether they are still running."""
 
     def __init__(self, rpc: Rpc, members: Members) -> None:
         self._rpc = rpc
@@ -83,17 +99,16 @@ class Company:
         ]
 
     async def judged(self, run: Run, ended: Outcome) -> Outcome:
-        """As it is, or handed back, if another was lost."""
+        """The outcome as it is; or handed back, if another task of the gang was lost."""
         gang = run.workflow.tasks[ended.key.task].gang
         if ended.kind != "failed" or not gang:
             return ended
-        others = [run.tasks[name] for name in gang if name != ended.key.task]
-        running = [(t.id, a) for t in others if (a := t.attempt(t.number)) and a.state == "running"]
-        keys = [AttemptKey(run.id, name, a.number) for name, a in running]
-        asks = (self._runs_there(k, a.peer, run) for k, (_, a) in zip(keys, running, strict=True))
+        running = _running_beside(run, ended.key.task)
+        asks = (self._runs_there(AttemptKey(run.id, n, a.number), a.peer, run) for n, a in running)
         for (name, _), there in zip(running, await asyncio.gather(*asks), strict=True):
             if not there:
-                reason = f"{ended.reason}; {name} is lost with its peer, and all begin anew"
+                lost = f"{name} was lost with its peer, so all tasks of the gang start over"
+                reason = f"{ended.reason}; {lost}"
                 return ended._replace(kind="returned", reason=reason[:REASON_MAX])
         return ended
 

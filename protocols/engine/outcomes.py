@@ -1,4 +1,4 @@
-"""Outcomes of attempts: made on the executing side, from what an attempt has left."""
+"""Makes the outcome of an attempt, on the executing side, from what the attempt has left."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from valence.workflow.quantities import show_seconds
 
 from ..wire.messages import CHECKED_OUTCOME, Outcome, Work
 
-#: why an attempt is handed back: what it reads or makes is more than all that this peer has
+#: why an attempt is handed back: its inputs or outputs need more than this peer has in all
 NO_ROOM = "room"
 WORKER_DIED = "the worker process died during the call"
-NURSERY_DIED = "the peer's process nursery ended"
+NURSERY_DIED = "the process that starts tasks on the peer ended"
 LOOK_S = 0.5  # between two looks at what a task uses
 
 
 def too_long(work: Work) -> str:
-    return f"it ran longer than its time-out of {show_seconds(work.timeout_s or 0.0)}"
+    return f"it ran longer than its timeout of {show_seconds(work.timeout_s or 0.0)}"
 
 
 def outcome(work: Work, fields: dict[str, Any], times: tuple[float, float, float]) -> Outcome:

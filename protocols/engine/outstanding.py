@@ -1,8 +1,8 @@
-"""What a home has given to which peers, and the questions it asks them about it.
+"""Tracks the attempts that are outstanding at other peers, and asks those peers about them.
 
-An attempt that was given away ends by its report, by its peer's death, or by the peer saying that
-it knows nothing of it (`Inquire`): asked now and then, and at once whenever there is doubt. So two
-sides never disagree for long about whether a task runs.
+An outstanding attempt ends with its report, with its peer's death, or when the peer says that it
+does not know the attempt (`Inquire`). Peers are asked now and then, and at once when in doubt. So
+the two sides never disagree for long about whether a task is running.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Given:
     ) -> None:
         self.on_first: Callable[[], None] = lambda: None  # work went to a peer that had none
         self.on_the_way: set[AttemptKey] = set()  # and the peer has not answered yet
-        # After a start nobody else is known yet: until they are, an unknown peer is not a lost one
+        # A peer that has just started does not know the others yet: until it does, an unknown peer
+        # is not a lost one
         self.settled = False
         self._rpc = rpc
         self._members = members
@@ -39,7 +40,7 @@ class Given:
         self._at: dict[bytes, dict[AttemptKey, None]] = defaultdict(dict)
         self._check_at: dict[bytes, float] = {}
         self._some = asyncio.Event()
-        self._doubted = asyncio.Event()  # somebody is to be asked now
+        self._doubted = asyncio.Event()  # a peer must be asked now
 
     def add(self, peer: bytes, key: AttemptKey) -> None:
         first = not self._at[peer]
@@ -52,19 +53,19 @@ class Given:
                 self.on_first()
 
     def drop(self, peer: bytes, keys: Iterable[AttemptKey]) -> None:
-        given = self._at[peer]
+        outstanding = self._at[peer]
         for key in keys:
-            given.pop(key, None)
+            outstanding.pop(key, None)
 
     def drop_anywhere(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
-            for given in self._at.values():
-                given.pop(key, None)
+            for outstanding in self._at.values():
+                outstanding.pop(key, None)
 
     def forget(self, workflow: str) -> None:
-        for given in self._at.values():
-            for key in [key for key in given if key.workflow == workflow]:
-                del given[key]
+        for outstanding in self._at.values():
+            for key in [key for key in outstanding if key.workflow == workflow]:
+                del outstanding[key]
 
     def __len__(self) -> int:
         return sum(map(len, self._at.values()))
@@ -73,11 +74,11 @@ class Given:
         return list(self._at.get(peer, ()))
 
     def peers(self) -> list[bytes]:
-        """Those that have something of ours."""
+        """The peers that have outstanding attempts."""
         return [peer for peer, keys in self._at.items() if keys]
 
     def doubt(self, peer: bytes) -> None:
-        """It may know nothing of what it was given: ask it."""
+        """Has the peer asked at once, as it may not know its attempts."""
         self._check_at[peer] = 0.0
         self._doubted.set()
 
@@ -93,16 +94,21 @@ class Given:
                     await self._doubted.wait()
             if not self.settled:
                 continue
-            now = asyncio.get_running_loop().time()
-            for peer in [p for p, keys in self._at.items() if not keys]:
-                self._at.pop(peer)
-                self._check_at.pop(peer, None)
-                interval.pop(peer, None)
-            due = [p for p in self._at if self._check_at.get(p, 0.0) <= now]
-            for peer in due:
-                interval[peer] = min(CHECK_S_MAX, 1.5 * interval.get(peer, CHECK_S))
-                self._check_at[peer] = now + interval[peer]
-            await asyncio.gather(*(self._check(peer) for peer in due))
+            await asyncio.gather(*(self._check(peer) for peer in self._due(interval)))
+
+    def _due(self, interval: dict[bytes, float]) -> list[bytes]:
+        """The peers to ask now. `interval`: of each, the time until it is asked again, which
+        grows."""
+        now = asyncio.get_running_loop().time()
+        for peer in [p for p, keys in self._at.items() if not keys]:
+            self._at.pop(peer)
+            self._check_at.pop(peer, None)
+            interval.pop(peer, None)
+        due = [p for p in self._at if self._check_at.get(p, 0.0) <= now]
+        for peer in due:
+            interval[peer] = min(CHECK_S_MAX, 1.5 * interval.get(peer, CHECK_S))
+            self._check_at[peer] = now + interval[peer]
+        return due
 
     async def _check(self, peer: bytes) -> None:
         keys = [k for k in self._at.get(peer, ()) if k not in self.on_the_way][:CHECK_KEYS_MAX]
@@ -110,7 +116,7 @@ class Given:
             return
         contact = self._members.contact(peer)
         if not self._members.is_here(peer) or contact is None:
-            self._on_lost([(key, f"its peer {peer.hex()[:8]} is gone") for key in keys])
+            self._lose(keys, f"peer {peer.hex()[:8]} is gone")
             return
         homes = {key.workflow: self._epoch(key.workflow) for key in keys}
         message = Inquire(keys=tuple(keys), epochs=tuple(homes.items()))
@@ -119,8 +125,14 @@ class Given:
         except CallFailed:
             self._check_at[peer] = 0.0
             return
+        unknown = self._unknown(peer, keys, answer)
+        if unknown:
+            self._lose(unknown, f"peer {peer.hex()[:8]} does not know this attempt")
+
+    def _unknown(self, peer: bytes, keys: list[AttemptKey], answer: Inquired) -> list[AttemptKey]:
         states = zip(keys, answer.states, strict=False)
-        mine = self._at.get(peer, {})
-        gone = [key for key, state in states if state == "unknown" and key in mine]
-        if gone:
-            self._on_lost([(k, f"its peer {peer.hex()[:8]} knows nothing of it") for k in gone])
+        outstanding = self._at.get(peer, {})
+        return [key for key, state in states if state == "unknown" and key in outstanding]
+
+    def _lose(self, keys: list[AttemptKey], why: str) -> None:
+        self._on_lost([(key, why) for key in keys])
