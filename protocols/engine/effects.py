@@ -1,8 +1,8 @@
-"""What a decision asks its home to do: frozen, in order, and all that a decision does beside
-changing its run.
+"""The effects of a decision: what it asks its home to do, in order.
 
-Entries first: whatever else follows may lead to the next decision, and the journal must have the
-entries in the order in which the run was changed by them.
+Beside changing its run, a decision does nothing else. An entry is appended before anything that
+follows from it: that may lead to the next decision, and the journal must have the entries in the
+order in which they changed the run.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from ..wire.messages import AttemptKey
 
 
 class Effect(Protocol):
-    """One of those below."""
+    """Any of the classes below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """To the journal. `then` is looked at when a majority has the entry."""
+    """Appends an entry to the journal. `then` is decided about when a majority has the entry."""
 
     said: Journaled
     at: float
-    soon: bool = False  # nobody waits for it: it may share the sync of what follows
+    soon: bool = False  # nothing waits for the entry: it may share the next sync
     then: WhenCommitted | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Units that are ready: room is to be found for them."""
+    """Finds capacity for units that are ready."""
 
     units: tuple[Unit, ...]
     gangs: tuple[Unit, ...] = ()
@@ -39,28 +39,28 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRest:
-    """Tasks that are looked at when others had their turn: these are too many at once."""
+    """Places these tasks after other workflows had their turn: they are too many at once."""
 
     tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Units that have a lease each: their peers are told, when the entry before counts."""
+    """Sends leased units to their peers, once the entry appended before is committed."""
 
     placed: tuple[Placed, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Room is not wanted any more."""
+    """Stops looking for capacity for these attempts."""
 
     keys: tuple[AttemptKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAttempts:
-    """Attempts at a peer that are of no use any more."""
+    """Aborts attempts at a peer that are not needed any more."""
 
     peer: bytes
     keys: tuple[AttemptKey, ...]
@@ -68,7 +68,7 @@ class AbortAttempts:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A task waits for so long before it is placed again."""
+    """Places a task again after a delay."""
 
     task: str
     wait_s: float
@@ -76,24 +76,24 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class BringInputs:
-    """Inputs that are not there yet."""
+    """Fetches the inputs that are not there yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Results that are made, to where the document wants them."""
+    """Delivers the results that are made to where the document wants them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepTwice:
-    """Files of these tasks need a second holder."""
+    """Copies the files of these tasks to a second peer."""
 
     tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """How long a task took, of one whose document says how long it takes."""
+    """Notes how long a task took whose document says how long it takes."""
 
     said_s: float
     took_s: float
@@ -101,7 +101,7 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """For the metrics."""
+    """Adds to a metric."""
 
     name: str
     by: int = 1
@@ -109,32 +109,36 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The workflow is over, in this state."""
+    """Ends the workflow in this state."""
 
     state: str
 
 
-# --------------------------------------------------------------------------- when an entry counts
+# --------------------------------------------------------------------------- committed entries
 
 
 class WhenCommitted(Protocol):
-    """What a decision wants to look at again when its entry counts; one of those below."""
+    """What to decide about once an entry is committed; any of the classes below."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultsCount:
-    """What hangs on these results may begin."""
+    """Tasks that depend on these results may begin."""
 
     said: Journaled
     won: tuple[tuple[str, int], ...]  # task, attempt
-    rivals: frozenset[str]  # tasks of which other attempts may be under way
+    rivals: frozenset[str]  # tasks that may have other attempts under way
 
 
 @dataclass(frozen=True, slots=True)
 class InputsCount:
+    """Tasks that read these inputs may begin."""
+
     said: Journaled
 
 
 @dataclass(frozen=True, slots=True)
 class CancelCounts:
+    """The running attempts of the cancelled workflow may be aborted."""
+
     aborts: tuple[AbortAttempts, ...]

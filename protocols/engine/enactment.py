@@ -1,7 +1,7 @@
-"""What a peer does with workflows, put together: the same parts in a daemon and in `sim/`.
+"""Puts together the parts of a peer that enact workflows: the same in a daemon and in `sim/`.
 
-Its borders are handed in: calls to other peers, who is there, a disk, files, and a workshop that
-runs attempts.
+Its borders are handed in: calls to other peers, the members of the cluster, a disk, files, and a
+workshop that runs attempts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger("valence.peer")
 
 S = TypeVar("S", bound=Service)
 
-HAND_ON_S_MIN = 1.0  # also if tasks took all of the grace
+HAND_ON_S_MIN = 1.0  # even if tasks have used up the grace period
 
 
 class Enactment:
@@ -143,22 +143,22 @@ class Enactment:
         liveness.watched = self._watched
 
     def service(self, kind: type[S]) -> S:
-        """A strategy's part of this peer, by what it is."""
-        return next(one for one in self.services.values() if isinstance(one, kind))
+        """The strategy service of that class."""
+        return next(service for service in self.services.values() if isinstance(service, kind))
 
     def load(self) -> None:
-        """Before anybody is heard: what an earlier run of this peer left on its disk."""
+        """Loads what an earlier process of this peer left on disk. No message was handled yet."""
         self.keeping.load()
         self.outbox.load()
 
     def settle(self) -> None:
-        """The others are known, or nobody answered for a while: go on with what was loaded."""
+        """Goes on with what was loaded: the other peers are known, or none answered for a while."""
         self.home.settle()
         self.relay.settle()
         self.elections.start()
 
     def works(self) -> list[tuple[str, Work]]:
-        """What runs for as long as the peer does; should one fail, it is begun again."""
+        """The loops that run as long as the peer does. One that fails is started again."""
         return [
             *(work for service in self.services.values() for work in service.works()),
             ("gangs", self.gangs.run),
@@ -183,7 +183,7 @@ class Enactment:
         return taken
 
     def _let_go(self, ended: Outcome) -> None:
-        """Its home has heard of it."""
+        """The outcome has reached its home."""
         if is_worth_reading(ended.outputs):
             for told in self._files.on_told:
                 told()
@@ -193,7 +193,7 @@ class Enactment:
             made(took_s)
 
     def _placed(self, batch: list[Placed]) -> None:
-        """Of workflows whose home is here; or of tasks that were pulled from a queue."""
+        """Passes placed units on: to this peer's home, or to the relay if pulled from a queue."""
         pulled = [one for one in batch if is_queued(one.unit.key.workflow)]
         if pulled:
             self.relay.placed(pulled)
@@ -203,20 +203,21 @@ class Enactment:
     async def _find_home(self, workflow: str) -> bytes | None:
         if is_queued(workflow) and self.relay.exchange is not None:
             return self._site.master(self._site.name)
-        found = await self._locate.home(workflow)
-        return None if found == VOID_HOME else found
+        home = await self._locate.home(workflow)
+        return None if home == VOID_HOME else home
 
     def _stir(self) -> None:
         self._liveness.stir()
         self.elections.stir()
 
     def _watched(self) -> set[bytes]:
-        """Peers whose death would be this one's business: at work for it, keeping with it."""
-        given = (*self.home.given.peers(), *self.relay.given.peers())
-        return {*given, *self.keeping.company()}
+        """The peers to watch closely: those that run attempts for this one or keep its journals."""
+        working = (*self.home.given.peers(), *self.relay.given.peers())
+        return {*working, *self.keeping.company()}
 
     async def leave(self, grace_s: float) -> None:
-        """Accept nothing, finish or hand back, get outcomes home, hand on what nobody else has."""
+        """Accepts nothing more, finishes or hands back attempts, reports outcomes, and copies files
+        that no other peer has."""
         self.home.closed = self._transfer.closed = self.elections.closed = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
@@ -224,7 +225,7 @@ class Enactment:
         limit_s = max(min(grace_s, HAND_ON_S_MIN), deadline - loop.time())
         safe, left = await self.holds.hand_on(limit_s, self.executor.hurry)
         if left:
-            log.info("%d files are nowhere else until this peer is back (%d are)", left, safe)
+            log.info("leaving with %d files that no other peer has (%d were copied)", left, safe)
 
     async def close(self) -> None:
         await self.executor.close()

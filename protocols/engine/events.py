@@ -1,6 +1,6 @@
-"""A workflow's events, made from its journal's entries: so a stream can begin again anywhere.
+"""Makes a workflow's events from its journal's entries, so that a stream can resume on any peer.
 
-An event's id is `entry.index`. Each entry always gives the same events, on any run of any peer.
+An event's id is `entry.index`. Each entry always gives the same events, on every peer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _inputs_lost(said: InputsLost) -> Iterator[dict[str, Any]]:
 
 
 def _attempts_started(said: AttemptsStarted) -> Iterator[dict[str, Any]]:
-    for one in said.attempts:
-        yield _task(one.task, "running", one.number, peer=one.peer.hex())
+    for attempt in said.attempts:
+        yield _task(attempt.task, "running", attempt.number, peer=attempt.peer.hex())
 
 
 def _attempts_finished(said: AttemptsFinished) -> Iterator[dict[str, Any]]:
@@ -64,8 +64,8 @@ def _attempts_finished(said: AttemptsFinished) -> Iterator[dict[str, Any]]:
 
 
 def _attempts_lost(said: AttemptsLost) -> Iterator[dict[str, Any]]:
-    for one in said.attempts:
-        yield _task(one.task, one.verdict, one.number, reason=one.reason)
+    for attempt in said.attempts:
+        yield _task(attempt.task, attempt.verdict, attempt.number, reason=attempt.reason)
 
 
 def _tasks_skipped(said: TasksSkipped) -> Iterator[dict[str, Any]]:
@@ -91,7 +91,7 @@ def _ended(said: Ended) -> Iterator[dict[str, Any]]:
     yield {"type": "workflow", "state": said.state, "reason": said.reason, "final": True}
 
 
-#: what is not here is no event: keepers, parts of documents, copies of files
+#: other entries make no events: keepers, parts of documents, copies of files
 _EVENTS: dict[type[Journaled], Callable[[Any], Iterator[dict[str, Any]]]] = {
     Submitted: _submitted,
     InputsStaged: _inputs_staged,
@@ -109,10 +109,10 @@ _EVENTS: dict[type[Journaled], Callable[[Any], Iterator[dict[str, Any]]]] = {
 
 
 def _task(task: str, state: str, number: int, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "task", "task": task, "state": state}
+    event: dict[str, Any] = {"type": "task", "task": task, "state": state}
     if number:
-        found["attempt"] = number
-    return {**found, **more}
+        event["attempt"] = number
+    return {**event, **more}
 
 
 def _seconds(ended: Outcome) -> float:

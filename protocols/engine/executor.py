@@ -1,11 +1,11 @@
-"""The executing side: runs the attempts that the door has let in, and gives their outcomes away.
+"""Runs the attempts that the door has admitted, and passes their outcomes to the outbox.
 
 Rules:
-- A key that is already here is never started again; after a restart nothing runs, so `Inquire`
-  answers `unknown`, and the home places the attempt elsewhere.
-- An attempt is here until it ends, and its outcome in the outbox until its home has it: between the
-  two there is no gap in which a repeat would be taken for something new.
-- Whose word holds says `Fencing`.
+- An attempt that is already here is never started again. After a restart nothing is running, so
+  `Inquire` is answered `unknown`, and the home places the attempt elsewhere.
+- An attempt is held here until it ends, and its outcome is in the outbox until its home has it.
+  There is no gap between the two in which a repeated commit could be taken for a new one.
+- `Fencing` decides which home is obeyed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ HELD_TOLD_MAX = 20_000
 
 
 class _Ahead:
-    """Its inputs, which come while it waits for its turn."""
+    """The fetching of an attempt's inputs while it is queued."""
 
     def __init__(self) -> None:
-        self.over = asyncio.Event()  # it has begun, or never will
+        self.over = asyncio.Event()  # set when the attempt has ended
         self.task: asyncio.Task[None] | None = None
         self.moved = Moved()
 
@@ -71,11 +71,11 @@ class _Held:
     state: str  # queued or running
     started_at: float = 0.0
     task: asyncio.Task[None] | None = None
-    # a plain call has no task of its own: the worker that runs it, and its time-out
+    # a plain call has no asyncio task, but a worker that runs it and a timeout
     worker: Worker | None = None
     timer: asyncio.TimerHandle | None = None
     attempt: Attempt | None = None
-    losses: int = 0  # of nurseries, when it began
+    losses: int = 0  # how many nurseries had been lost when it began
     ahead: _Ahead | None = None
 
 
@@ -95,9 +95,9 @@ class Executor:
         counts: Counter[str],
     ) -> None:
         self.counts = counts
-        #: files were made here, in so many seconds
+        #: called when an attempt has made files, with the seconds that it took
         self.on_made: Callable[[float], None] = lambda took_s: None
-        self.hurry = asyncio.Event()  # told a second time to leave: no more waiting for tasks
+        self.hurry = asyncio.Event()  # set by a second request to leave: wait for no more tasks
         self._rpc = rpc
         self._members = members
         self._door = door
@@ -120,10 +120,10 @@ class Executor:
         rpc.on(AskHeld, self._ask_held)
 
     def running(self) -> list[Work]:
-        """What runs at this moment."""
+        """The attempts that are running now."""
         return [held.work for held in self._held.values() if held.state == "running"]
 
-    # ----------------------------------------------------------------- being let in
+    # ----------------------------------------------------------------- admission
 
     def refusal(self, home: bytes, work: Work) -> str | None:
         if not self._fencing.heed(home, work.key.workflow, work.epoch):
@@ -132,7 +132,11 @@ class Executor:
         before = held.work.epoch if held else self._outbox.epoch_of(work.key, home)
         if before == work.epoch:
             return None
-        return "" if before is None else "an earlier home has given out that number here"
+        return (
+            ""
+            if before is None
+            else "it already has an attempt of that number, given by an earlier home"
+        )
 
     def let_in(self, home: bytes, work: Work) -> None:
         self.counts["works"] += 1
@@ -159,7 +163,7 @@ class Executor:
                 held.home = home
 
     async def watch_calls(self) -> None:
-        """Those that warm workers run: what they use is looked at now and then."""
+        """Checks now and then how much the calls that warm workers run use."""
         while True:
             await self._calling.wait()
             await asyncio.sleep(LOOK_S)
@@ -169,19 +173,22 @@ class Executor:
                 self._calling.clear()
             for held in calls:
                 worker, attempt = held.worker, held.attempt
-                if worker is None or attempt is None or held.started_at > since:
-                    continue
-                try:
-                    reason, cause = await attempt.too_much(worker.id)
-                except NurseryGone:
-                    continue  # its workers are gone with it, which their connections tell
-                if not reason:
-                    reason, cause = await asyncio.to_thread(attempt.too_much_on_disk)
-                if reason and held.worker is worker:  # it may have ended meanwhile
-                    self._stop_call(held, reason, cause)
+                if worker is not None and attempt is not None and held.started_at <= since:
+                    await self._check_call(held, worker, attempt)
+
+    async def _check_call(self, held: _Held, worker: Worker, attempt: Attempt) -> None:
+        """Stops a call that uses more than it may."""
+        try:
+            reason, cause = await attempt.too_much(worker.id)
+        except NurseryGone:
+            return  # its workers are gone with it, as their connections will tell
+        if not reason:
+            reason, cause = await asyncio.to_thread(attempt.too_much_on_disk)
+        if reason and held.worker is worker:  # the call may have ended meanwhile
+            self._stop_call(held, reason, cause)
 
     async def watch_gangs(self) -> None:
-        """Ask whether attempts of gangs are still wanted: whatever went wrong, the others may have
+        """Asks whether attempts of gangs are still wanted. Whatever went wrong, the others may have
         been given up, and this one would wait for them for ever."""
         while True:
             await self._ganged.wait()
@@ -204,23 +211,27 @@ class Executor:
             answer = await self._rpc.call(contact, message, Wanted)
         except CallFailed:
             answer = Wanted(unknown=tuple(h.work.key for h in some))
-        for one in some:
-            if self._held.get(one.work.key) is not one:
-                continue
-            if one.work.key in answer.unwanted and one.state == "running":
-                self.counts["orphans_ended"] += 1
-                self._end(one)
-            elif one.work.key in answer.unknown:
-                one.home = await self._outbox.find_home(one.work.key.workflow) or one.home
+        for held in some:
+            await self._heed_wanted(held, answer)
+
+    async def _heed_wanted(self, held: _Held, answer: Wanted) -> None:
+        key = held.work.key
+        if self._held.get(key) is not held:
+            return
+        if key in answer.unwanted and held.state == "running":
+            self.counts["orphans_ended"] += 1
+            self._end(held)
+        elif key in answer.unknown:
+            held.home = await self._outbox.find_home(key.workflow) or held.home
 
     async def _prefetch(self, work: Work, ahead: _Ahead) -> None:
-        """Inputs come while their task waits for its turn, and stay until it ends. What does not
-        come now is fetched by the attempt, which knows what to say of it."""
+        """Fetches inputs while their task is queued, and keeps them until it ends. The attempt
+        itself fetches those that can't be had now, for it can report why."""
         with self._blobs.pinned([file.hash for file in work.inputs]):
             try:
                 ahead.moved = await self._workshop.fetch(work)
             except (BlobError, CallFailed) as error:
-                log.debug("inputs of %s ahead of time: %s", work.key, error)
+                log.debug("could not fetch the inputs of %s ahead of time: %s", work.key, error)
                 return
             self.counts["prefetched"] += 1
             await ahead.over.wait()
@@ -251,7 +262,7 @@ class Executor:
     def _replied(self, held: _Held, attempt: Attempt, reply: Reply) -> None:
         worker = self._part_from_worker(held)
         if worker is None:
-            return  # it was ended, by who saw to the rest too
+            return  # it was stopped, and whatever stopped it has done the rest
         if reply is None:
             self._processes.discard(worker)
             if held.losses != self._processes.losses:
@@ -259,7 +270,7 @@ class Executor:
             else:
                 self._ended(held, {"kind": "failed", "reason": WORKER_DIED})
             return
-        if reply.get("stale"):  # what it has imported was edited since: by another one, then
+        if reply.get("stale"):  # a module that this worker imported was edited: use another
             self._processes.discard(worker)
             self._run_task(held, attempt.run)
             return
@@ -290,7 +301,7 @@ class Executor:
 
     def _run_task(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
         held.task = asyncio.ensure_future(self._run(held, work))
-        # not in the task itself: one that is cancelled before its first step never gets there
+        # not in the task itself: a task cancelled before its first step never runs its code
         held.task.add_done_callback(lambda task: self._aborted(held) if task.cancelled() else None)
 
     def _aborted(self, held: _Held) -> None:
@@ -302,35 +313,36 @@ class Executor:
 
     async def _run(self, held: _Held, work: Callable[[], Awaitable[dict[str, object]]]) -> None:
         try:
-            found = await work()
+            left = await work()
         except Exception as error:
             log.exception("attempt %s", held.work.key)
-            found = {"kind": "returned", "reason": f"an error in the peer: {error!r}"[:2000]}
-        self._ended(held, found)
+            left = {"kind": "returned", "reason": f"internal error of the peer: {error!r}"[:2000]}
+        self._ended(held, left)
 
-    def _ended(self, held: _Held, found: dict[str, object]) -> None:
-        made: Any = found.get("outputs") or ()
+    def _ended(self, held: _Held, left: dict[str, object]) -> None:
+        """`left`: what the attempt left, as fields of its outcome."""
+        made: Any = left.get("outputs") or ()
         if is_worth_reading(made):
             self.on_made(self._clock() - held.started_at)
         self._door.release(held.work.key)
-        self.counts[f"attempts_{found['kind']}"] += 1
-        self._keep(held, found)
+        self.counts[f"attempts_{left['kind']}"] += 1
+        self._keep(held, left)
         self._door.advance()
 
-    def _keep(self, held: _Held, found: dict[str, object]) -> None:
-        """Its outcome goes home."""
+    def _keep(self, held: _Held, left: dict[str, object]) -> None:
+        """Puts the outcome into the outbox, on its way home."""
         if held.ahead is not None:
             held.ahead.over.set()
-            found = {**found, "moved": _moved(found.get("moved"), held.ahead.moved)}
+            left = {**left, "moved": _moved(left.get("moved"), held.ahead.moved)}
         times = (held.queued_at, held.started_at, self._clock())
         speed = self._door.admission.traits.speed
         if speed not in (0.0, 1.0):
-            found = {**found, "speed": speed}
+            left = {**left, "speed": speed}
         try:
-            ended = outcome(held.work, found, times)
+            ended = outcome(held.work, left, times)
         except ValidationError as error:
-            log.error("the outcome of %s: %s", held.work.key, error)
-            reason = f"what it left can't be told: {error.errors()[0]['msg']}"[:2000]
+            log.error("the outcome of %s is invalid: %s", held.work.key, error)
+            reason = f"its outcome can't be reported: {error.errors()[0]['msg']}"[:2000]
             ended = outcome(held.work, {"kind": "failed", "reason": reason}, times)
         self._held.pop(held.work.key, None)
         self._outbox.add(held.home, ended)
@@ -355,7 +367,7 @@ class Executor:
         return Done()
 
     def _end(self, held: _Held) -> None:
-        """Whatever runs for it; a task sees to the rest itself."""
+        """Stops a running attempt. (If it is an asyncio task, that does the rest itself.)"""
         if held.task is not None:
             held.task.cancel()
             return
@@ -372,13 +384,13 @@ class Executor:
             held = self._held.get(key)
             if held is not None:
                 return held.state
-            there = self._outbox.epoch_of(key, sender.id) is not None
-            return "reporting" if there else "unknown"
+            ended = self._outbox.epoch_of(key, sender.id) is not None
+            return "reporting" if ended else "unknown"
 
         return Inquired(states=tuple(map(state, message.keys)))
 
     def _ask_held(self, sender: Contact, message: AskHeld) -> HeldHere:
-        """Attempts of a task queue's workflows, in any state."""
+        """Names the attempts of a task queue's workflows that are here, in any state."""
         keys = [k for k in (*self._held, *self._outbox.keys()) if is_queued(k.workflow)]
         return HeldHere(keys=tuple(dict.fromkeys(keys))[:HELD_TOLD_MAX])
 
@@ -395,14 +407,22 @@ class Executor:
     # ----------------------------------------------------------------- leaving
 
     async def leave(self, grace_s: float) -> None:
-        """Accept nothing, hand back what has not begun, let the rest finish, get outcomes home."""
-        admission, news = self._door.admission, self._outbox.news
+        """Accepts nothing more, hands back queued attempts, lets running ones finish, and waits
+        until their homes have the outcomes."""
+        admission = self._door.admission
         admission.closed = "leaving"
         deadline = self._now() + grace_s
         for unit in admission.queued_units():
             self.hand_back(unit, "the peer is leaving")
+        await self._finish_until(deadline)
+        await self._end_all()
+        await self._outbox.drain(self._now() + 1.0 + grace_s / 10)
+
+    async def _finish_until(self, deadline: float) -> None:
+        """Waits for everything that runs, or may come still: leases that were granted a moment ago
+        are honoured too."""
+        admission, news = self._door.admission, self._outbox.news
         hurry = asyncio.ensure_future(self.hurry.wait())
-        # what was promised a moment ago may be on its way here: promises are kept too
         while self._held or self._outbox.unsaved or admission.leased:
             if self._now() >= deadline or self.hurry.is_set():
                 break
@@ -417,15 +437,17 @@ class Executor:
             told.cancel()
             admission.expire(self._now())
         hurry.cancel()
+
+    async def _end_all(self) -> None:
+        """Stops the attempts that are still running, and hands them back."""
         running = [h for h in self._held.values() if h.state == "running"]
         for held in running:
             self._end(held)
         await asyncio.gather(*(h.task for h in running if h.task), return_exceptions=True)
         for held in running:
-            if self._outbox.epoch_of(held.work.key, held.home) is None:  # it did not make it
+            if self._outbox.epoch_of(held.work.key, held.home) is None:  # it did not finish
                 held.started_at = 0.0
                 self._keep(held, {"kind": "returned", "reason": "the peer is leaving"})
-        await self._outbox.drain(self._now() + 1.0 + grace_s / 10)
 
     async def close(self) -> None:
         self._door.close()
@@ -443,8 +465,8 @@ class Executor:
         return asyncio.get_running_loop().time()
 
 
-def _moved(found: object, ahead: Moved) -> Moved:
-    """What came ahead of time was here when the attempt looked, and is no local read for that."""
-    own = found if isinstance(found, Moved) else Moved()
+def _moved(by_attempt: object, ahead: Moved) -> Moved:
+    """The attempt counts bytes that were fetched ahead of time as local: they are not."""
+    own = by_attempt if isinstance(by_attempt, Moved) else Moved()
     early = ahead.peer + ahead.origin
     return Moved(max(0, own.local - early), own.peer + ahead.peer, own.origin + ahead.origin)

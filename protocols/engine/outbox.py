@@ -1,12 +1,12 @@
-"""Outcomes on their way home: each is kept until the home has it on *its* disk.
+"""Keeps each outcome until its home has it on *its* disk, and reports it until then.
 
 Rules:
-- An outcome is on this peer's disk before it is reported, and stays until its home has said that it
-  counts. Reports are repeated for ever, in batches, with back-off.
-- One for this very peer goes straight to its home part: the journal is the same disk, and falls
-  with this process.
-- What ends while the disk is busy shares the next write; what comes while a report is under way
-  shares the next report.
+- An outcome is on this peer's disk before it is reported, and stays there until its home has said
+  that it is committed. Reports are repeated for ever, in batches, with exponential backoff.
+- An outcome for this very peer goes straight to the home in this process: its journal is on the
+  same disk, and both are lost together.
+- Outcomes that come while the disk is busy share the next write; those that come while a report is
+  under way share the next report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WRITE_RETRY_S_MIN, WRITE_RETRY_S_MAX = 0.1, 10.0
 GATHER_S = 0.01
 GATHER_MAX = 100
 DELETE_S = 1.0
-#: what nobody has known anything of for so long is not reported any more
+#: an outcome is dropped when no peer has known of its workflow for this time
 UNKNOWN_S_MAX = 600.0
 
 FindHome = Callable[[str], Awaitable[bytes | None]]
@@ -50,7 +50,7 @@ async def _nobody(workflow: str) -> bytes | None:
 
 @dataclass(slots=True)
 class _Row:
-    """Outcomes that were written together, and go when the last of them is settled."""
+    """Outcomes that were written together. The row is deleted when the last of them is settled."""
 
     id: int
     left: int
@@ -58,7 +58,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Unsaved:
-    """An outcome that is on no disk yet."""
+    """An outcome that is not on disk yet."""
 
     home: bytes
     ended: Outcome
@@ -76,10 +76,12 @@ class Outbox:
         fencing: Fencing,
         counts: Counter[str],
     ) -> None:
-        self.take_own: Callable[[Outcome], bool] = lambda ended: False  # the home part of this peer
-        self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it
+        self.take_own: Callable[[Outcome], bool] = lambda ended: (
+            False
+        )  # by the home in this process
+        self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it now
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
-        self.news = asyncio.Event()  # something came, or was settled
+        self.news = asyncio.Event()  # an outcome came or was settled
         self._rpc = rpc
         self._members = members
         self._door = door
@@ -88,12 +90,12 @@ class Outbox:
         self._fencing = fencing
         self._counts = counts
         self._boxes: dict[bytes, dict[AttemptKey, tuple[Outcome, _Row | None]]] = {}
-        self._unsaved: dict[AttemptKey, _Unsaved] = {}  # in any state before its box
+        self._unsaved: dict[AttemptKey, _Unsaved] = {}  # all that are in no box yet
         self._to_write: list[_Unsaved] = []
-        self._settled: list[int] = []  # rows to delete: there is no hurry
+        self._settled: list[int] = []  # rows to delete; it is not urgent
         self._next_row = 1
         self._looked_for: set[str] = set()
-        self._sought: dict[str, float] = {}  # workflows that nobody is known to be home of, since
+        self._sought: dict[str, float] = {}  # workflows whose home is not known, since when
         self._saver: asyncio.Task[None] | None = None
         self._reporters: dict[bytes, asyncio.Task[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -101,7 +103,7 @@ class Outbox:
         fencing.on_new_home.append(self._rehome)
 
     def load(self) -> None:
-        """Outcomes that an earlier run of this peer did not get rid of."""
+        """Loads the outcomes that an earlier process of this peer has left."""
         for kept in self._storage.rows():
             row = _Row(kept.id, len(kept.outcomes))
             self._next_row = max(self._next_row, kept.id + 1)
@@ -120,7 +122,7 @@ class Outbox:
         return len(self._unsaved)
 
     def epoch_of(self, key: AttemptKey, home: bytes) -> int | None:
-        """Of the home that gave the attempt; None: there is no outcome of it."""
+        """The epoch of the home that gave the attempt; None if there is no outcome of it."""
         unsaved = self._unsaved.get(key)
         if unsaved is not None:
             return unsaved.ended.epoch
@@ -133,7 +135,7 @@ class Outbox:
     # ----------------------------------------------------------------- keeping
 
     def add(self, home: bytes, ended: Outcome) -> None:
-        """To disk, then to its box. Only what is on disk is reported."""
+        """Writes an outcome to disk, then reports it. Nothing is reported before it is on disk."""
         unsaved = self._unsaved[ended.key] = _Unsaved(home, ended)
         if ended.outputs and home != self._rpc.me.id:
             self._tasks.spawn(self._save_with_files(unsaved))
@@ -144,11 +146,11 @@ class Outbox:
         try:
             unsaved.ended = await self._enclose(unsaved.ended)
         except Exception:
-            log.exception("the files of %s do not travel along", unsaved.ended.key)
+            log.exception("could not enclose the files of %s", unsaved.ended.key)
         self._save(unsaved)
 
     async def _enclose(self, ended: Outcome) -> Outcome:
-        """Small outputs go along, so that the home has a copy before they count."""
+        """Encloses small outputs, so that the home has a copy before they are committed."""
         enclosed = []
         left = ENCLOSED_TOTAL_BYTES_MAX
         for file in ended.outputs[:ENCLOSED_MAX]:
@@ -156,7 +158,7 @@ class Outbox:
                 try:
                     data = await self._blobs.read(file.hash, 0, file.size or 1)
                 except (OSError, KeyError) as error:
-                    log.warning("%s does not travel along: %r", file.name, error)
+                    log.warning("could not enclose %s: %r", file.name, error)
                     continue
                 enclosed.append((file.hash, data))
                 left -= file.size
@@ -164,7 +166,7 @@ class Outbox:
 
     def _save(self, unsaved: _Unsaved) -> None:
         if unsaved.home == self._rpc.me.id and not self._door.admission.queued:
-            # nothing else is to come soon: straight to the home part, in no message
+            # nothing else will come soon: straight to the home in this process, without a message
             self.news.set()
             if self.take_own(unsaved.ended):
                 self._unsaved.pop(unsaved.ended.key, None)
@@ -177,10 +179,10 @@ class Outbox:
             self._saver = asyncio.ensure_future(self._save_all())
 
     async def _save_all(self) -> None:
-        """What ended while the disk was busy shares the next write: a row for each home.
+        """Outcomes that came while the disk was busy share the next write: a row for each home.
 
-        While more waits to run here, nobody waits for the news that there is room: outcomes that
-        come in quick succession are gathered for a moment."""
+        While attempts are queued here, no other peer waits for news of free capacity: then outcomes
+        that come in quick succession are gathered for a moment."""
         while self._to_write:
             if self._door.admission.queued and len(self._to_write) < GATHER_MAX:
                 await asyncio.sleep(GATHER_S)
@@ -211,12 +213,12 @@ class Outbox:
             try:
                 return await self._storage.write(kept, settled)
             except DatabaseError as error:
-                log.error("outcomes can't be written, trying again: %s", error)
+                log.error("outcomes can't be written to disk, trying again: %s", error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(WRITE_RETRY_S_MAX, delay_s * 2)
 
     def _post(self, unsaved: _Unsaved, row: _Row | None) -> None:
-        """(Its home may be another one by now than the one it was written for.)"""
+        """(Its home may have changed since it was written.)"""
         self._boxes.setdefault(unsaved.home, {})[unsaved.ended.key] = unsaved.ended, row
         self._unsaved.pop(unsaved.ended.key, None)
         self.news.set()
@@ -224,16 +226,17 @@ class Outbox:
 
     def _sweep(self) -> None:
         self._sweep_timer = None
-        if self._settled:  # else a write has taken them along
+        if self._settled:  # else a write has deleted them already
             self._tasks.spawn(self._delete())
 
     async def _delete(self) -> None:
-        """Rows whose outcomes are all at home. Late is early enough: once more does no harm."""
+        """Deletes rows whose outcomes are all settled. It may be late: reporting an outcome once
+        more does no harm."""
         settled, self._settled = self._settled, []
         try:
             await self._storage.write((), settled)
         except DatabaseError as error:
-            log.error("outcomes can't be deleted: %s", error)
+            log.error("outcomes can't be deleted from disk: %s", error)
 
     # ----------------------------------------------------------------- reporting
 
@@ -242,29 +245,15 @@ class Outbox:
             self._reporters[home] = asyncio.ensure_future(self._report_to(home))
 
     async def _report_to(self, home: bytes) -> None:
-        """Until this home has acknowledged all."""
+        """Reports until this home has acknowledged all of its outcomes."""
         delay_s = REPORT_RETRY_S_MIN
         box = self._boxes[home]
         while box:
             batch = self._batch(box.values())
-            contact = self._members.contact(home)
-            try:
-                if contact is None or not self._members.is_here(home):
-                    self._tasks.spawn(self._look_for({key.workflow for key in batch}))
-                    raise CallFailed("its home is not here")
-                message = Report.of(tuple(batch.values()), self._door.free)
-                answer = await self._rpc.call(contact, message, Reported, REPORT_S_MAX)
-            except CallFailed as error:
-                self._counts["reports_failed"] += 1
-                log.debug("report to %s: %s", home.hex()[:8], error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(REPORT_RETRY_S_MAX, delay_s * 2)
-                continue
-            settled = [k for k in answer.kept if k in batch]
-            settled += self._seek(batch, answer)
-            for key in batch.keys() - set(settled):  # behind those that were not told yet
-                if key in box:
-                    box[key] = box.pop(key)
+            answer = await self._report(home, batch)
+            settled = [] if answer is None else self._settled_by(answer, batch)
+            if answer is not None:
+                self._put_last(box, batch.keys() - set(settled))
             if not settled:
                 await asyncio.sleep(delay_s)
                 delay_s = min(REPORT_RETRY_S_MAX, delay_s * 2)
@@ -277,16 +266,41 @@ class Outbox:
         # no await between the last look into the box and this: a newcomer starts a new reporter
         del self._boxes[home], self._reporters[home]
 
+    async def _report(self, home: bytes, batch: dict[AttemptKey, Outcome]) -> Reported | None:
+        contact = self._members.contact(home)
+        try:
+            if contact is None or not self._members.is_here(home):
+                self._tasks.spawn(self._look_for({key.workflow for key in batch}))
+                raise CallFailed("the home is gone")
+            message = Report.of(tuple(batch.values()), self._door.free)
+            return await self._rpc.call(contact, message, Reported, REPORT_S_MAX)
+        except CallFailed as error:
+            self._counts["reports_failed"] += 1
+            log.debug("report to %s failed: %s", home.hex()[:8], error)
+            return None
+
+    def _settled_by(self, answer: Reported, batch: dict[AttemptKey, Outcome]) -> list[AttemptKey]:
+        return [k for k in answer.kept if k in batch] + self._seek(batch, answer)
+
+    @staticmethod
+    def _put_last(
+        box: dict[AttemptKey, tuple[Outcome, _Row | None]], keys: set[AttemptKey]
+    ) -> None:
+        """Those that were not settled go behind those that were not reported yet."""
+        for key in keys:
+            if key in box:
+                box[key] = box.pop(key)
+
     @staticmethod
     def _batch(box: Iterable[tuple[Outcome, _Row | None]]) -> dict[AttemptKey, Outcome]:
-        found: dict[AttemptKey, Outcome] = {}
+        batch: dict[AttemptKey, Outcome] = {}
         size = 0
         for ended, _ in box:
-            found[ended.key] = ended
+            batch[ended.key] = ended
             size += size_bytes(ended)
-            if len(found) >= REPORT_OUTCOMES_MAX or size >= REPORT_BYTES_MAX:
+            if len(batch) >= REPORT_OUTCOMES_MAX or size >= REPORT_BYTES_MAX:
                 break
-        return found
+        return batch
 
     def _let_go(self, ended: Outcome, row: _Row | None) -> None:
         self.on_let_go(ended)
@@ -306,25 +320,24 @@ class Outbox:
             if key.workflow == workflow:
                 unsaved.home = home
         for old, box in list(self._boxes.items()):
-            if old == home:
-                continue
-            for key in [key for key in box if key.workflow == workflow]:
-                ended, row = box.pop(key)
-                if row is None and home != self._rpc.me.id:
-                    # it was for this very peer, and is on no disk yet
-                    unsaved = self._unsaved[key] = _Unsaved(home, ended)
-                    self._write_soon(unsaved)
-                else:
-                    self._boxes.setdefault(home, {})[key] = ended, row
+            if old != home:
+                for key in [key for key in box if key.workflow == workflow]:
+                    self._move(key, *box.pop(key), home)
         if self._boxes.get(home):
             self._wake_reporter(home)
 
+    def _move(self, key: AttemptKey, ended: Outcome, row: _Row | None, home: bytes) -> None:
+        if row is None and home != self._rpc.me.id:
+            # it was for this very peer, and is not on disk yet
+            unsaved = self._unsaved[key] = _Unsaved(home, ended)
+            self._write_soon(unsaved)
+        else:
+            self._boxes.setdefault(home, {})[key] = ended, row
+
     def _seek(self, batch: dict[AttemptKey, Outcome], answer: Reported) -> list[AttemptKey]:
-        """Those whose home is elsewhere go there; those that nobody knows of for long are over."""
-        moved = {workflow: home for workflow, home in answer.moved if any(home)}
-        for workflow, home in moved.items():
-            if home != self._rpc.me.id or not self._fencing.has_heard_of(workflow):
-                self._fencing.rehome(workflow, home)
+        """Follows homes that have moved, and looks for those that are not known. Returns the
+        outcomes that no peer has known of for too long: they are dropped."""
+        self._follow(answer)
         lost = {key.workflow for key in answer.unknown} | {
             w for w, home in answer.moved if not home
         }
@@ -333,6 +346,12 @@ class Outbox:
         limit = self._now() - UNKNOWN_S_MAX
         old = {w for w, since in self._sought.items() if since < limit}
         return [key for key in answer.unknown if key.workflow in old and key in batch]
+
+    def _follow(self, answer: Reported) -> None:
+        moved = {workflow: home for workflow, home in answer.moved if any(home)}
+        for workflow, home in moved.items():
+            if home != self._rpc.me.id or not self._fencing.has_heard_of(workflow):
+                self._fencing.rehome(workflow, home)
 
     async def _look_for(self, workflows: set[str]) -> None:
         for workflow in workflows - self._looked_for:
@@ -344,13 +363,13 @@ class Outbox:
                 self._looked_for.discard(workflow)
             if home:
                 self._fencing.rehome(workflow, home)
-            elif home is not None:  # it is not lost: its keepers look for a home
+            elif home is not None:  # it is not lost: its keepers are electing a home
                 self._sought[workflow] = self._now()
 
     # ----------------------------------------------------------------- the end
 
     async def drain(self, until: float) -> None:
-        """Until all is at home, or it is too late."""
+        """Waits until everything is settled, or it is too late."""
         while self and self._now() < until:
             self.news.clear()
             try:
@@ -375,7 +394,7 @@ class Outbox:
 
 
 def size_bytes(ended: Outcome) -> int:
-    """About how many bytes it takes in a message."""
+    """About how many bytes the outcome takes in a message."""
     value = len(ended.value.data) if ended.value else 0
     files = sum(len(file.name) + 60 for file in ended.outputs)
     enclosed = sum(len(data) for _, data in ended.enclosed)
