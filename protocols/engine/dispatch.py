@@ -58,10 +58,10 @@ class Dispatch:
 
     def here(self, run: Run, rows: list[Placed]) -> None:
         """Starts units on this peer. Nothing of them outlives a crash, so they wait for no disk."""
-        works = [work for one in rows if (work := self._make(run, one)) is not None]
+        works = [work for row in rows if (work := self._make(run, row)) is not None]
         if len(works) < len(rows):
             wanted = {work.lease for work in works}
-            unused = tuple(one.lease for one in rows if one.lease not in wanted)
+            unused = tuple(row.lease for row in rows if row.lease not in wanted)
             self._rpc.tell(self._rpc.me, ReturnLeases(leases=unused))
         answer = self._rpc.ask_self(Commit.of(tuple(works)), Committed)
         refused = [(w.key, "refused") for w in works] if answer is None else list(answer.refused)
@@ -73,19 +73,19 @@ class Dispatch:
             await self._kept(run.id)
             await self._send(run, rows)
         except Deposed:
-            for one in rows:
-                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+            for row in rows:
+                self._rpc.tell(row.peer, ReturnLeases(leases=(row.lease,)))
         finally:
-            self._given.on_the_way.difference_update(one.unit.key for one in rows)
+            self._given.on_the_way.difference_update(row.unit.key for row in rows)
 
     async def _send(self, run: Run, rows: list[Placed]) -> None:
         works: dict[bytes, tuple[Contact, list[Work]]] = {}
-        for one in rows:
-            work = self._make(run, one)
+        for row in rows:
+            work = self._make(run, row)
             if work is None:
-                self._rpc.tell(one.peer, ReturnLeases(leases=(one.lease,)))
+                self._rpc.tell(row.peer, ReturnLeases(leases=(row.lease,)))
             else:
-                works.setdefault(one.peer.id, (one.peer, []))[1].append(work)
+                works.setdefault(row.peer.id, (row.peer, []))[1].append(work)
         if len(works) == 1:
             for peer, its_works in works.values():
                 await self._commit(run, peer, its_works)

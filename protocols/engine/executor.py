@@ -193,12 +193,12 @@ class Executor:
         while True:
             await self._ganged.wait()
             await asyncio.sleep(self._gang_check_s)
-            held = [h for h in self._held.values() if h.work.gang and h.state == "running"]
-            if not held:
+            running = [h for h in self._held.values() if h.work.gang and h.state == "running"]
+            if not running:
                 self._ganged.clear()
             homes: dict[bytes, list[_Held]] = {}
-            for one in held:
-                homes.setdefault(one.home, []).append(one)
+            for held in running:
+                homes.setdefault(held.home, []).append(held)
             for home, some in homes.items():
                 await self._ask_wanted(home, some[:STILL_WANTED_MAX])
 
@@ -207,7 +207,7 @@ class Executor:
         message = StillWanted(attempts=tuple((h.work.key, h.work.epoch) for h in some))
         try:
             if contact is None or not self._members.is_here(home):
-                raise CallFailed("it is gone")
+                raise CallFailed("the home is gone")
             answer = await self._rpc.call(contact, message, Wanted)
         except CallFailed:
             answer = Wanted(unknown=tuple(h.work.key for h in some))

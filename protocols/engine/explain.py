@@ -1,4 +1,4 @@
-"""Tells users why a task is not done yet.
+"""Tells users what an unfinished task is waiting for.
 
 Each text is a whole sentence in a user's words. It is shown behind the task's state, so it need not
 repeat that.
@@ -14,8 +14,8 @@ from .journal import Journal
 from .run import Run, TaskState
 
 NAMED_MAX = 5
-#: how a peer refuses a home when it has heard of one with a higher epoch. It is a word of the
-#: protocol: homes compare it
+#: how a peer refuses a home if it has heard of one with a higher epoch. The text is part of the
+#: protocol, as homes compare it
 FENCED = "another peer is its workflow's home by now"
 
 

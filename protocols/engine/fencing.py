@@ -16,9 +16,8 @@ class Fencing:
     def __init__(self, counts: Counter[str]) -> None:
         self.on_new_home: list[Callable[[str, bytes], None]] = []
         self._counts = counts
-        self._epochs: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # the highest one heard of, for each workflow
+        #: the highest epoch heard of, for each workflow
+        self._epochs: OrderedDict[str, int] = OrderedDict()
 
     def heed(self, home: bytes, workflow: str, epoch: int) -> bool:
         """True if this is its home, as far as this peer knows."""

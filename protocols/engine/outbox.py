@@ -76,9 +76,8 @@ class Outbox:
         fencing: Fencing,
         counts: Counter[str],
     ) -> None:
-        self.take_own: Callable[[Outcome], bool] = lambda ended: (
-            False
-        )  # by the home in this process
+        #: takes an outcome straight to the home in this process
+        self.take_own: Callable[[Outcome], bool] = lambda ended: False
         self.on_let_go: Callable[[Outcome], None] = lambda ended: None  # its home has it now
         self.find_home: FindHome = _nobody  # of a workflow whose home does not answer
         self.news = asyncio.Event()  # an outcome came or was settled
@@ -188,16 +187,16 @@ class Outbox:
                 await asyncio.sleep(GATHER_S)
             batch, self._to_write = self._to_write, []
             by_home: dict[bytes, list[_Unsaved]] = {}
-            for one in batch:
-                by_home.setdefault(one.home, []).append(one)
-            for one in by_home.pop(self._rpc.me.id, ()):
-                self._post(one, None)
+            for unsaved in batch:
+                by_home.setdefault(unsaved.home, []).append(unsaved)
+            for unsaved in by_home.pop(self._rpc.me.id, ()):
+                self._post(unsaved, None)
             rows = [(_Row(self._new_id(), len(some)), some) for some in by_home.values()]
             if rows:
                 await self._write(rows)
             for row, some in rows:
-                for one in some:
-                    self._post(one, row)
+                for unsaved in some:
+                    self._post(unsaved, row)
 
     def _new_id(self) -> int:
         self._next_row += 1
