@@ -1,25 +1,25 @@
 """The engine's decisions as text: what happens to a workflow, and the effects that follow.
 
 Each file in `scenarios/` is a story of one workflow. A step is a line with a command, perhaps with
-more lines below, and after `----` what it led to. `python -m tests.test_scenarios` writes what the
-steps lead to now; read the difference before you commit it.
+more lines below; after `----` come its effects. `python -m tests.test_scenarios` rewrites the effects
+as they are now: read the difference before you commit it.
 
 Commands (a unit is `task/attempt`; a peer is one letter):
 
     workflow                     the document below, submitted
-    place [tasks]                what is ready is placed
-    start unit peer …            room was found
+    place [tasks]                ready tasks are placed
+    start unit peer …            units have got a lease
     take peer [stale] / rows     outcomes: `unit ok [file …]`, `unit failed [cause=…]`,
                                  `unit returned [begun] [cause=…] [missing=file]`
-    commit [count]               pending entries count, the oldest first
+    commit [count]               pending entries are committed, the oldest first
     lose [unbegun] unit …        attempts that will not report
-    gone peer                    nobody is where files are, any more
-    back peer
-    staged file peer …           an input has been brought in
-    unstaged file why            it can't be
-    again task                   it has waited long enough
-    cancel why
-    tasks                        their states
+    gone peer                    a peer that may hold files is gone
+    back peer                    it is back
+    staged file peer …           an input has been fetched
+    unstaged file why            an input can't be fetched
+    again task                   a task has waited long enough to be retried
+    cancel why                   the user cancels the workflow
+    tasks                        shows the states of all tasks
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def hash_of(name: str) -> bytes:
 
 
 class Story:
-    """A workflow, what it has around it, and the entries that do not count yet."""
+    """A workflow, its surroundings, and the entries that are not committed yet."""
 
     near_bytes_min = SIZE
 
@@ -139,8 +139,8 @@ class Story:
     def _start(self, decide: Decision, words: list[str], rows: list[str]) -> None:
         record = Placement("probe")
         pairs = zip(words[::2], words[1::2], strict=True)
-        found = [(replace(self.units[unit], key=self._key(unit)), who) for unit, who in pairs]
-        decide.start([Placed(unit, Contact(peer(who), "", 0), 0, record) for unit, who in found])
+        units = [(replace(self.units[unit], key=self._key(unit)), where) for unit, where in pairs]
+        decide.start([Placed(u, Contact(peer(where), "", 0), 0, record) for u, where in units])
 
     def _take(self, decide: Decision, words: list[str], rows: list[str]) -> None:
         epoch = 0 if "stale" in words else 1
@@ -307,7 +307,7 @@ def test_a_story_that_leads_elsewhere_is_noticed() -> None:
 if __name__ == "__main__":
     for path in sorted(STORIES.glob("*.txt")):
         text = path.read_text()
-        found = played(text)
-        if found != text:
-            path.write_text(found)
-            sys.stdout.write(f"{path.name} was written anew\n")
+        now = played(text)
+        if now != text:
+            path.write_text(now)
+            sys.stdout.write(f"{path.name} was rewritten\n")
