@@ -570,7 +570,7 @@ def test_the_command_lines_manners(cluster, tmp_path) -> None:
     )
     done = cluster.cli("submit", str(good))
     assert done.returncode == 2
-    assert "there is no file" in done.stderr
+    assert "y.txt: file not found" in done.stderr
     (tmp_path / "y.txt").write_text("from a file")
     done = cluster.cli("submit", str(good), "--watch", "--json")
     assert done.returncode == 0

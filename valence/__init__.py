@@ -1,4 +1,4 @@
-"""WHAT USERS TOUCH: the command line, and the Python client.
+"""THE USER'S SIDE: the command line, the local cluster and the Python client.
 
 from valence import Client
 run = Client().submit("examples/word-count.yaml")
@@ -22,7 +22,7 @@ __all__ = ["Client", "Problem", "Unreachable", "WorkflowHandle"]
 
 
 def __getattr__(name: str) -> Any:
-    """Only who uses the client pays for its import."""
+    """Imports the client when it is first used: other programs don't pay for it."""
     if name in __all__:
         from . import client
 

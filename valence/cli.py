@@ -1,5 +1,9 @@
-"""The command line. Exit codes: 0 done, 1 the workflow or the cluster failed, 2 the command or the
-document is wrong, 3 no peer answered, 130 interrupted."""
+"""The command line: each command with its options and what it prints.
+
+Exit codes: 0 success; 1 the workflow or the cluster failed; 2 the command or the document is wrong;
+3 no peer answered; 130 interrupted. What is internal to Valence is printed with `--verbose` only,
+and always with `--json`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,20 @@ from typing import Any
 from valence.protocols.config import OVERLAYS
 from valence.workflow.problems import DocumentError
 from valence.workflow.quantities import show_bytes, show_seconds
-from valence.workflow.shown import plain
+from valence.workflow.shown import os_reason, plain
 from valence.workflow.strategies import names
 
 from . import local
 from .client import Client, Problem, Unreachable, WorkflowHandle
-from .display import Display, Progress
+from .display import Display, Progress, is_internal
 
 AWAY_S = 2.0
+LISTED_MAX = 1000
+#: states that are easily confused, with what they mean
+_STATES = {
+    "pending": "pending (ready to run, no peer yet)",
+    "waiting": "waiting (for inputs or other tasks)",
+}
 
 Command = Callable[[argparse.Namespace, Display], int]
 
@@ -44,34 +54,44 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command: Command = options.command
         return command(options, display)
-    except DocumentError as error:
-        for problem in error.problems:
-            line = f":{problem.line}" if problem.line else ""
-            where = problem.place or "the document"
-            display.error(f"{getattr(options, 'file', '')}{line}: {where}: {problem.message}")
-        return 2
-    except Problem as problem:
-        if problem.status == 401:
-            expired = "expired" in problem.detail or "revoked" in problem.detail
-            wrong = "the token is wrong: set VALENCE_TOKEN to the cluster's"
-            display.error(problem.detail.partition(":")[0] if expired else wrong)
-            return 1
-        display.error(problem.detail)
-        for found in problem.errors[1:]:
-            display.error(f"{found['pointer']}: {found['message']}")
-        return 2 if problem.status in (400, 415, 422) else 1
-    except Unreachable as error:
-        display.error(str(error))
-        return 3
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except (OSError, ValueError) as error:
+    except DocumentError as error:
+        return _document_failed(error, getattr(options, "file", ""), display)
+    except Problem as problem:
+        return _request_failed(problem, display)
+    except Unreachable as error:
+        display.error(str(error))
+        return 3
+    except OSError as error:
+        display.error(os_reason(error))
+        return 2
+    except ValueError as error:
         display.error(str(error))
         return 2
+
+
+def _document_failed(error: DocumentError, file: str, display: Display) -> int:
+    for problem in error.problems:
+        line = f":{problem.line}" if problem.line else ""
+        display.error(f"{file}{line}: {problem.place or 'the document'}: {problem.message}")
+    return 2
+
+
+def _request_failed(problem: Problem, display: Display) -> int:
+    if problem.status == 401:
+        ended = "expired" in problem.detail or "revoked" in problem.detail
+        wrong = "the token was refused: set VALENCE_TOKEN to a token of this cluster"
+        display.error(problem.detail.partition(":")[0] if ended else wrong)
+        return 1
+    display.error(problem.detail)
+    for row in problem.errors[1:]:
+        display.error(f"{row['pointer']}: {row['message']}")
+    return 2 if problem.status in (400, 415, 422) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,89 +106,102 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=command)
-        return sub
-
-    def listing(name: str, command: Command, text: str) -> argparse.ArgumentParser:
-        sub = add(name, command, text)
         sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
     sub = add("up", _up, "Start a cluster on this machine.")
-    sub.add_argument("--peers", type=_count, default=4, metavar="N", help="how many (4)")
-    sub.add_argument("--cpus", type=float, default=0.0, help="cores each peer offers")
-    sub.add_argument("--memory", default="0", help="memory each peer offers, such as 2GiB")
-    sub.add_argument("--disk", default="10GiB", help="quota of each peer's files (10GiB)")
-    port = "of the first peer (8470, or any if that is taken)"
-    sub.add_argument("--http-port", type=_port, default=0, help=port)
-    sub.add_argument("--sandbox", default="off", help="off, or bwrap: what tasks run in")
-    found = "how peers find keys (kademlia)"
-    sub.add_argument("--overlay", choices=OVERLAYS, default="kademlia", help=found)
-    sub.add_argument("--site", default="default", help="where its peers are (default)")
-    sub.add_argument(
-        "--grace", default="10s", help="how long tasks may finish when one peer gets SIGTERM (10s)"
-    )
-    sub.add_argument("--fresh", action="store_true", help="forget what earlier clusters kept")
-    sub.add_argument("--detach", action="store_true", help="run it in the background")
+    sub.add_argument("--peers", type=_count, default=4, metavar="N", help="number of peers (4)")
+    sub.add_argument("--cpus", type=float, default=0.0, help="cores that each peer offers")
+    sub.add_argument("--memory", default="0", help="memory that each peer offers, such as 2GiB")
+    sub.add_argument("--disk", default="10GiB", help="disk quota for each peer's files (10GiB)")
+    text = "HTTP port of the first peer (8470, or any free port if that is taken)"
+    sub.add_argument("--http-port", type=_port, default=0, metavar="PORT", help=text)
+    sub.add_argument("--sandbox", default="off", help="run tasks inside: off or bwrap (off)")
+    text = "overlay network for lookups (kademlia)"
+    sub.add_argument("--overlay", choices=OVERLAYS, default="kademlia", help=text)
+    sub.add_argument("--site", default="default", help="site name of all its peers (default)")
+    text = "time that running tasks get to finish after a peer receives SIGTERM (10s)"
+    sub.add_argument("--grace", default="10s", metavar="TIME", help=text)
+    sub.add_argument("--fresh", action="store_true", help="delete the data of earlier clusters")
+    sub.add_argument("--detach", action="store_true", help="run in the background")
     add("down", _down, "Stop the local cluster.")
     commands.add_parser("peer", help="Run one peer; see `valence peer --help`.")
     commands.add_parser("queue", help="Run a task queue; see `valence queue --help`.")
-
-    sub = listing("submit", _submit, "Submit a workflow document or a WfFormat instance.")
-    sub.add_argument("file", help="YAML or JSON; - reads standard input")
-    sub.add_argument(
-        "--watch",
-        action="store_true",
-        help="follow it; 0 only if it succeeds (with --json: a line an event)",
-    )
-    sub.add_argument("--time-scale", type=float, help="of a WfFormat instance's run times")
-    sub.add_argument("--size-scale", type=float, help="of a WfFormat instance's file sizes")
-    text = "how its tasks find peers, instead of what it says itself"
-    sub.add_argument("--strategy", choices=names(), help=text)
-    sub.add_argument("--key", help="an idempotency key: repeats submit once")
-
-    sub = listing("ls", _ls, "List workflows, newest first.")
-    states = ("running", "succeeded", "failed", "cancelled")
-    sub.add_argument("--state", default="", choices=states, help="only those in this state")
-    sub.add_argument("--limit", type=_count, default=50, help="how many at most (50)")
-    for name, command, text in (
-        ("status", _status, "Show one workflow."),
-        ("tasks", _tasks, "List a workflow's tasks."),
-        ("files", _files, "List a workflow's files."),
-        ("cancel", _cancel, "End a workflow: running tasks are killed."),
-        ("watch", _watch, "Follow a workflow until it has ended; 0 only if it succeeds."),
-    ):
-        sub = listing(name, command, text)
-        sub.add_argument("id", help="the workflow's id, or the beginning of it")
-    sub = add("logs", _logs, "Print what a task wrote to its standard output and error.")
-    sub.add_argument("id")
-    sub.add_argument("task")
-    sub.add_argument("--attempt", type=_count, help="its number; the latest if left out")
-    sub = listing("why", _why, "Say what a task waits for, and why it ran where it ran.")
-    sub.add_argument("id")
-    sub.add_argument("task")
-    sub = listing("get", _get, "Fetch a workflow's results.")
-    sub.add_argument("id")
-    sub.add_argument("dir", nargs="?", default=".", help="where to put them (here)")
-    sub.add_argument("--all", action="store_true", help="intermediate files too")
-    listing("peers", _peers, "List the peers of the cluster.")
-    sub = add("token", _token, "Print the cluster's token, or make one for somebody.")
+    _add_workflow_commands(add)
+    add("peers", _peers, "List the peers of the cluster.")
+    sub = add("token", _token, "Print the cluster's token, or make one for another user.")
     sub.add_argument("--owner", help="make a token for this person or program")
-    sub.add_argument("--scope", help="of that token: read, submit (default) or admin")
-    sub.add_argument("--lasting", metavar="TIME", help="of that token; default: 90d")
-    sub.add_argument("--json", action="store_true")
-    add("key", _key, "Make a new random key, for a cluster or as a token.")
+    sub.add_argument("--scope", help="scope of the new token: read, submit (default) or admin")
+    sub.add_argument("--lasting", metavar="TIME", help="lifetime of the new token (90d)")
+    add("key", _key, "Make a new random key, to use as a cluster key or as a token.")
     return parser
 
 
+def _add_workflow_commands(add: Callable[[str, Command, str], argparse.ArgumentParser]) -> None:
+    def of_workflow(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = add(name, command, text)
+        sub.add_argument("id", metavar="ID", help="the workflow's id, or its first characters")
+        return sub
+
+    def of_task(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = of_workflow(name, command, text)
+        sub.add_argument("task", metavar="TASK", help="the task's id, such as 'count[aa]' (quoted)")
+        return sub
+
+    sub = add("submit", _submit, "Submit a workflow document or a WfFormat instance.")
+    sub.add_argument("file", metavar="FILE", help="YAML or JSON; - reads standard input")
+    text = "follow it to its end; exit code 0 only if it succeeds (with --json: one event per line)"
+    sub.add_argument("--watch", action="store_true", help=text)
+    text = "multiply the run times of a WfFormat instance by this"
+    sub.add_argument("--time-scale", type=float, metavar="FACTOR", help=text)
+    text = "multiply the file sizes of a WfFormat instance by this"
+    sub.add_argument("--size-scale", type=float, metavar="FACTOR", help=text)
+    text = "strategy by which tasks find peers, overriding the document's"
+    sub.add_argument("--strategy", choices=names(), help=text)
+    text = "idempotency key: submitting again with the same key starts nothing new"
+    sub.add_argument("--key", help=text)
+    _add_verbose(sub)
+
+    sub = add("ls", _ls, "List workflows, newest first.")
+    states = ("running", "succeeded", "failed", "cancelled")
+    sub.add_argument("--state", default="", choices=states, help="only workflows in this state")
+    text = f"list at most N workflows, up to {LISTED_MAX:,} (50)"
+    sub.add_argument("--limit", type=_listed, default=50, metavar="N", help=text)
+    _add_verbose(of_workflow("status", _status, "Show one workflow."))
+    of_workflow("tasks", _tasks, "List the tasks of a workflow.")
+    of_workflow("files", _files, "List the files of a workflow.")
+    of_workflow("cancel", _cancel, "Cancel a workflow and kill its running tasks.")
+    text = "Follow a workflow until it ends; exit code 0 only if it succeeds."
+    _add_verbose(of_workflow("watch", _watch, text))
+    sub = of_task("logs", _logs, "Print a task's standard output and standard error.")
+    sub.add_argument("--attempt", type=_count, metavar="N", help="attempt number (the latest)")
+    _add_verbose(of_task("why", _why, "Show why a task is waiting, or why it ran on its peer."))
+    sub = of_workflow("get", _get, "Download the results of a workflow.")
+    text = "directory to download into (the current one)"
+    sub.add_argument("dir", metavar="DIR", nargs="?", default=".", help=text)
+    sub.add_argument("--all", action="store_true", help="download intermediate files too")
+
+
+def _add_verbose(sub: argparse.ArgumentParser) -> None:
+    text = "show internals too: the peers in charge of the workflow, details of placement"
+    sub.add_argument("--verbose", action="store_true", help=text)
+
+
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError("a port from 1 to 65535 is expected")
-    return int(text)
+    return _whole_number(text, 65535)
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError("a number from 1 on is expected")
+    return _whole_number(text, 1_000_000)
+
+
+def _listed(text: str) -> int:
+    return _whole_number(text, LISTED_MAX)
+
+
+def _whole_number(text: str, maximum: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= maximum:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {maximum:,}")
     return int(text)
 
 
@@ -181,7 +214,7 @@ def _up(options: argparse.Namespace, display: Display) -> int:
     from . import up
 
     if options.peers > up.PEERS_MAX:
-        raise ValueError(f"--peers: at most {up.PEERS_MAX}")
+        raise ValueError(f"--peers must be at most {up.PEERS_MAX:,}")
     seconds(options.grace)
     size_bytes(options.disk)
     cores = os.cpu_count() or 1
@@ -200,6 +233,7 @@ def _up(options: argparse.Namespace, display: Display) -> int:
             site=options.site,
             fresh=options.fresh,
             detach=options.detach,
+            json=options.json,
         ),
         display,
     )
@@ -208,18 +242,18 @@ def _up(options: argparse.Namespace, display: Display) -> int:
 def _down(options: argparse.Namespace, display: Display) -> int:
     from . import up
 
-    return up.down(display)
+    return up.down(display, options.json)
 
 
 def _peers(options: argparse.Namespace, display: Display) -> int:
-    found = Client().peers()
+    peers = Client().peers()
     pids = {p["id"]: p["pid"] for p in local.peers() if local.alive(p)}
-    for peer in found:
+    for peer in peers:
         peer["pid"] = pids.get(peer["id"], peer.get("pid"))
     if options.json:
-        return _json(display, found)
+        return _json(display, peers)
     rows = []
-    for p in found:
+    for p in peers:
         free, capacity = p["free"], p["capacity"]
         rows.append(
             (
@@ -242,34 +276,43 @@ def _peers(options: argparse.Namespace, display: Display) -> int:
 def _token(options: argparse.Namespace, display: Display) -> int:
     from .client import token_from_file
 
-    found = os.environ.get("VALENCE_TOKEN") or token_from_file() or local.token()
-    if not found:
-        raise Unreachable("there is no token: start a cluster with `valence up`")
-    if options.owner is None:
-        if options.scope is not None or options.lasting is not None:
-            raise ValueError(
-                "--scope and --lasting are of a token for somebody: say for whom with --owner; "
-                "without all three the cluster's own token is printed, which may do everything"
-            )
-        display.say(found)
-        return 0
+    token = os.environ.get("VALENCE_TOKEN") or token_from_file() or local.token()
+    if not token:
+        raise Unreachable("no token found: start a cluster with `valence up`, or set VALENCE_TOKEN")
+    if options.owner is not None:
+        return _token_for(options.owner, token, options, display)
+    if options.scope is not None or options.lasting is not None:
+        raise ValueError(
+            "--scope and --lasting need --owner: a new token belongs to somebody; without all "
+            "three, the cluster's own token is printed, which may do everything"
+        )
+    if options.json:
+        return _json(display, {"token": token})
+    display.say(token)
+    return 0
+
+
+def _token_for(owner: str, token: str, options: argparse.Namespace, display: Display) -> int:
     from valence.peer import tokens
     from valence.workflow.quantities import seconds
 
-    if found.startswith("v1."):
-        raise ValueError("only the cluster's own token can make others")
+    if token.startswith("v1."):
+        raise ValueError("only the cluster's own token can make others: set VALENCE_TOKEN to that")
     scope = options.scope or "submit"
     ends_at = time.time() + seconds(options.lasting or "90d")
-    made, id = tokens.make(found, options.owner, scope, ends_at)
+    made, token_id = tokens.make(token, owner, scope, ends_at)
     if options.json:
-        row = {"token": made, "id": id, "owner": options.owner, "scope": scope}
+        row = {"token": made, "id": token_id, "owner": owner, "scope": scope}
         return _json(display, {**row, "ends_at": int(ends_at)})
     display.say(made)
     return 0
 
 
 def _key(options: argparse.Namespace, display: Display) -> int:
-    display.say(secrets.token_urlsafe(32))
+    key = secrets.token_urlsafe(32)
+    if options.json:
+        return _json(display, {"key": key})
+    display.say(key)
     return 0
 
 
@@ -286,35 +329,35 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
     else:
         path = Path(options.file)
         text, base = path.read_bytes(), path.parent
-    # a mistake in the document is told before anybody is asked
+    # a mistake in the document is reported before any peer is asked
     body, kind, uploads = submission.prepare_text(text, base)
     client = Client()
-    asked = {
+    settings = {
         "time_scale": options.time_scale,
         "size_scale": options.size_scale,
         "strategy": options.strategy,
     }
-    workflow = client.send(body, kind, uploads, asked, options.key)
-    if not options.watch:
-        if options.json:
-            return _json(display, workflow.view())
-        display.say(workflow.id)
+    workflow = client.send(body, kind, uploads, settings, options.key)
+    if options.watch:
+        return _follow(workflow, options, display)
+    if options.json:
+        return _json(display, workflow.view())
+    display.say(workflow.id)
+    if display.terminal:
         hint = f"follow it with: valence watch {workflow.id}"
-        if display.terminal:
-            display.say(display.colour(hint, "dim"))
-        return 0
-    return _follow(workflow, options, display)
+        display.say(display.colour(hint, "dim"))
+    return 0
 
 
 def _ls(options: argparse.Namespace, display: Display) -> int:
     client = Client()
-    found = client.workflows(min(1000, options.limit), options.state)
+    workflows = client.workflows(options.limit, options.state)
     if client.unanswered:
         down = ", ".join(peer[:8] for peer in client.unanswered)
-        print(f"not listed are the workflows of peers that are down: {down}", file=sys.stderr)
+        print(f"the list is incomplete: these peers are down: {down}", file=sys.stderr)
     if options.json:
-        return _json(display, found)
-    if not found:
+        return _json(display, workflows)
+    if not workflows:
         which = f" {options.state}" if options.state else ""
         display.say(f"There are no{which} workflows. Submit one: valence submit FILE")
         return 0
@@ -328,7 +371,7 @@ def _ls(options: argparse.Namespace, display: Display) -> int:
             f"{show_seconds(max(0, now - w['submitted_at']))} ago",
             show_seconds((w["ended_at"] or now) - w["submitted_at"]),
         )
-        for w in found
+        for w in workflows
     ]
     display.table(("ID", "STATE", "NAME", "TASKS", "SUBMITTED", "TOOK"), rows)
     return 0
@@ -338,56 +381,70 @@ def _status(options: argparse.Namespace, display: Display) -> int:
     view = Client().workflow(options.id).view()
     if options.json:
         return _json(display, view)
-    return _show(view, display)
+    return _show(view, display, options.verbose)
 
 
-def _show(view: dict[str, Any], display: Display) -> int:
+def _show(view: dict[str, Any], display: Display, verbose: bool) -> int:
     end = view["ended_at"] or time.time()
     took = show_seconds(max(0.0, end - view["submitted_at"]))
     state = display.colour(view["state"], view["state"])
     ran = f", on {_many(view['peers'], 'peer')}" if view["peers"] else ""
     display.say(f"{view['name']} ({view['id']}): {state}, {took}{ran}")
-    counts = ", ".join(f"{n} {state}" for state, n in view["counts"].items())
-    display.say(f"tasks: {counts}")
-    others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
-    also = f", also kept by {' and '.join(others)}" if others else ""
-    display.say(f"home: peer {view['home'][:8]}{also}")
-    if view.get("blocked"):
-        display.say(display.colour(f"it stands still: {view['blocked']}", "waiting"))
-    elif view.get("risk"):
-        display.say(display.colour(view["risk"], "dim"))
+    counts = (f"{n} {_STATES.get(state, state)}" for state, n in view["counts"].items())
+    display.say(f"tasks: {', '.join(counts)}")
+    if verbose:
+        display.say(_keepers(view))
+    _show_risk(view, display, verbose)
     read = _bytes_read(view)
     if read:
         display.say(f"inputs read: {read}")
     if view["late"]:
         display.say(display.colour("its deadline has passed", "failed"))
-    for name, reason in view["waiting_inputs"].items():
-        display.say(f"input {name}: {reason}")
-    for name, reason in view["delivering"].items():
-        display.say(f"result {name}: {reason}")
-    for waiting in view["waiting"]:
-        display.say(f"{waiting['task']} waits: {waiting['reason']}")
-    for failure in view["failures"]:
-        display.say(display.colour(f"{failure['task']}: {failure['reason']}", "failed"))
-        display.say(f"  its output: valence logs {view['id']} '{failure['task']}'")
+    _show_reasons(view, display)
     if view["reason"] and not view["failures"]:
         display.say(view["reason"])
     return 0
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def _keepers(view: dict[str, Any]) -> str:
+    others = [keeper[:8] for keeper in view["keepers"] if keeper != view["home"]]
+    also = f"; other keepers of its journal: {', '.join(others)}" if others else ""
+    return f"home: peer {view['home'][:8]}{also}"
+
+
+def _show_risk(view: dict[str, Any], display: Display, verbose: bool) -> None:
+    if view.get("blocked"):
+        display.say(display.colour(f"it can't go on: {view['blocked']}", "waiting"))
+    elif view.get("risk") and (verbose or not is_internal(view["risk"])):
+        display.say(display.colour(view["risk"], "dim"))
+
+
+def _show_reasons(view: dict[str, Any], display: Display) -> None:
+    """Why inputs, results and tasks are not there yet, and why tasks failed."""
+    for name, reason in view["waiting_inputs"].items():
+        display.say(f"input {name}: {reason}")
+    for name, reason in view["delivering"].items():
+        display.say(f"result {name}: {reason}")
+    for row in view["waiting"]:
+        display.say(f"{row['task']} is pending: {row['reason']}")
+    for row in view["failures"]:
+        display.say(display.colour(f"{row['task']}: {row['reason']}", "failed"))
+        display.say(f"  its output: valence logs {view['id']} '{row['task']}'")
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _short(peer: str) -> str:
-    """A peer's id; or what else a task was given to, as it is."""
+    """The beginning of a peer's id; a site, which a task queue names in its place, stays whole."""
     return peer if " " in peer else peer[:8]
 
 
 def _tasks(options: argparse.Namespace, display: Display) -> int:
-    found = list(Client().workflow(options.id).tasks())
+    tasks = list(Client().workflow(options.id).tasks())
     if options.json:
-        return _json(display, found)
+        return _json(display, tasks)
     rows = [
         (
             t["id"],
@@ -397,16 +454,16 @@ def _tasks(options: argparse.Namespace, display: Display) -> int:
             "" if t["seconds"] is None else show_seconds(t["seconds"]),
             t["reason"] if len(t["reason"]) <= 60 else t["reason"][:59] + "…",
         )
-        for t in found
+        for t in tasks
     ]
     display.table(("TASK", "STATE", "ATTEMPTS", "PEER", "TOOK", "REASON"), rows)
     return 0
 
 
 def _files(options: argparse.Namespace, display: Display) -> int:
-    found = Client().workflow(options.id).files()
+    files = Client().workflow(options.id).files()
     if options.json:
-        return _json(display, found)
+        return _json(display, files)
     rows = [
         (
             f["name"],
@@ -415,7 +472,7 @@ def _files(options: argparse.Namespace, display: Display) -> int:
             "ready" if f["ready"] else "not yet",
             "result" if f["final"] else "",
         )
-        for f in found
+        for f in files
     ]
     display.table(("FILE", "SIZE", "MADE BY", "STATE", "KIND"), rows)
     return 0
@@ -434,70 +491,81 @@ def _watch(options: argparse.Namespace, display: Display) -> int:
 
 
 def _view_when_there(workflow: WorkflowHandle, display: Display) -> dict[str, Any]:
-    """Who follows a workflow waits, also while too many of its keepers are away."""
-    said = ""
+    """A workflow's view, however long a majority of the peers that keep it is away."""
+    reported = ""
     while True:
         try:
             return workflow.view()
         except Problem as problem:
             if problem.status != 503:
                 raise
-            if problem.detail != said:
-                said = problem.detail
-                print(f"{said}; waiting", file=sys.stderr, flush=True)
+            if problem.detail != reported:
+                reported = problem.detail
+                print(f"{reported}; waiting", file=sys.stderr, flush=True)
         time.sleep(AWAY_S)
 
 
 def _follow(workflow: WorkflowHandle, options: argparse.Namespace, display: Display) -> int:
     view = _view_when_there(workflow, display)
-    progress = None if options.json else Progress(display, view)
-    if progress is not None:
-        display.say(f"{view['name']} ({workflow.id}): {_many(view['tasks'], 'task')}")
-    else:
-        display.say(
-            json.dumps({"type": "submitted", "workflow": workflow.id, "name": view["name"]})
-        )
     try:
-        for event in workflow.events():
-            if progress is None:
-                display.say(json.dumps(event))
-            else:
-                progress.event(event)
+        if options.json:
+            _follow_json(workflow, view["name"], display)
+        else:
+            _follow_shown(workflow, view, display, options.verbose)
     except KeyboardInterrupt:
-        if progress is not None:
-            progress.close()
-        print(f"{workflow.id} goes on; watch it with: valence watch {workflow.id}", file=sys.stderr)
+        again = f"watch it with: valence watch {workflow.id}"
+        print(f"{workflow.id} keeps running; {again}", file=sys.stderr)
         return 130
     view = workflow.view()
-    if progress is not None:
-        progress.close()
-        _show(view, display)
+    if not options.json:
+        _show(view, display, options.verbose)
         if view["state"] == "succeeded" and display.terminal:
             display.say(display.colour(f"fetch its results: valence get {workflow.id}", "dim"))
     return 0 if view["state"] == "succeeded" else 1
 
 
+def _follow_json(workflow: WorkflowHandle, name: str, display: Display) -> None:
+    display.say(json.dumps({"type": "submitted", "workflow": workflow.id, "name": name}))
+    for event in workflow.events():
+        display.say(json.dumps(event))
+
+
+def _follow_shown(
+    workflow: WorkflowHandle, view: dict[str, Any], display: Display, verbose: bool
+) -> None:
+    progress = Progress(display, view, verbose)
+    display.say(f"{view['name']} ({workflow.id}): {_many(view['tasks'], 'task')}")
+    try:
+        for event in workflow.events():
+            progress.event(event)
+    finally:
+        progress.close()
+
+
 def _logs(options: argparse.Namespace, display: Display) -> int:
-    text = Client().workflow(options.id).log(options.task, options.attempt)
+    log = Client().workflow(options.id).log(options.task, options.attempt)
+    if options.json:
+        text = log.decode("utf-8", "replace")
+        return _json(display, {"id": options.task, "attempt": options.attempt, "log": text})
     if display.terminal:
-        display.out.write(plain(text.decode("utf-8", "replace").replace("\r\n", "\n")))
+        display.out.write(plain(log.decode("utf-8", "replace").replace("\r\n", "\n")))
         display.out.flush()
-    else:  # as it was, for a file or a pipe
-        sys.stdout.buffer.write(text)
+    else:  # a file or a pipe gets the bytes unchanged
+        sys.stdout.buffer.write(log)
         sys.stdout.buffer.flush()
     return 0
 
 
 def _bytes_read(view: dict[str, Any]) -> str:
-    """Where its inputs were, in words; empty if it read none."""
+    """How many bytes of inputs were read, by where they were; empty if none were read."""
     places = {
         "local": "on the peer's own disk",
         "peer": "from other peers",
         "origin": "from outside",
     }
-    found = view.get("bytes") or {}
+    count = view.get("bytes") or {}
     return ", ".join(
-        f"{show_bytes(found[key])} {words}" for key, words in places.items() if found.get(key)
+        f"{show_bytes(count[key])} {words}" for key, words in places.items() if count.get(key)
     )
 
 
@@ -508,72 +576,70 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         return _json(display, {k: task[k] for k in keys})
     display.say(f"{task['id']}: {display.colour(task['state'], task['state'])}")
     if task["waiting_for"]:
-        display.say(f"waits for: {task['waiting_for']}")
+        waits = task["state"] in ("waiting", "pending")
+        display.say(f"{'waiting: ' if waits else ''}{task['waiting_for']}")
     elif task["reason"]:
         display.say(task["reason"])
     for attempt in task["history"]:
-        placement = attempt["placement"]
-        ended = f": {attempt['reason']}" if attempt["reason"] else ""
-        display.say(
-            f"attempt {attempt['number']} on {_short(attempt['peer'])}: {attempt['state']}{ended}"
-        )
-        read = _bytes_read(attempt)
-        if read:
-            display.say(f"  inputs: {read}")
-        looked = f"{placement['matching']} of {placement['known']} peers match; "
-        found = "" if placement["matching"] is None else looked
-        took_s = placement.get("sought_s")
-        took = "" if took_s is None else f"; found within {1000 * took_s:.3g} ms"
-        display.say(f"  {placement['strategy']}: {found}{placement['why']}{took}")
-        for asked in placement["asked"]:
-            answer = f"offered {asked['offered']}"
-            if asked["refusal"]:
-                answer += f" ({asked['refusal']})"
-            mark = "→" if asked["peer"] == attempt["peer"] else " "
-            display.say(f"  {mark} {asked['peer'][:8]} {answer}")
+        _show_attempt(attempt, display, options.verbose)
     return 0
+
+
+def _show_attempt(attempt: dict[str, Any], display: Display, verbose: bool) -> None:
+    ended = f": {attempt['reason']}" if attempt["reason"] else ""
+    display.say(
+        f"attempt {attempt['number']} on {_short(attempt['peer'])}: {attempt['state']}{ended}"
+    )
+    read = _bytes_read(attempt)
+    if read:
+        display.say(f"  inputs: {read}")
+    placement = attempt["placement"]
+    display.say(f"  {placement['strategy']}: {_placed(placement, verbose)}")
+    for row in placement["asked"]:
+        answer = f"offered {row['offered']}"
+        if row["refusal"]:
+            answer += f" ({row['refusal']})"
+        mark = "→" if row["peer"] == attempt["peer"] else " "
+        display.say(f"  {mark} {row['peer'][:8]} {answer}")
+
+
+def _placed(placement: dict[str, Any], verbose: bool) -> str:
+    parts = []
+    if placement["matching"] is not None:
+        parts.append(f"{placement['matching']} of {placement['known']} peers match")
+    why = placement["why"]
+    if why and (verbose or not is_internal(why)):
+        parts.append(why)
+    if placement.get("sought_s") is not None:
+        parts.append(f"found within {1000 * placement['sought_s']:.3g} ms")
+    return "; ".join(parts) or "placed"
 
 
 def _get(options: argparse.Namespace, display: Display) -> int:
     workflow = Client().workflow(options.id)
     target = Path(options.dir)
+    files = workflow.files()
     fetched = []
     missing = 0
-    names = set()
-    for file in workflow.files():
-        names.add(file["name"])
-        wanted = file["final"] or (options.all and file["made_by"])
-        if not wanted:
+    for file in files:
+        if not (file["final"] or (options.all and file["made_by"])):
             continue
         if not file["ready"]:
             display.error(f"{file['name']} is not there: {file['made_by']} has not succeeded")
             missing += 1
             continue
-        path = target / file["name"]
-        if not path.resolve().is_relative_to(target.resolve()):
-            raise ValueError(f"{file['name']} would leave {target}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        size = workflow.download(file["name"], path)
-        fetched.append({"name": file["name"], "path": str(path), "size": size})
+        row = _fetch(workflow, file["name"], target)
+        fetched.append(row)
         if not options.json:
-            display.say(f"{path} ({show_bytes(size)})")
+            display.say(f"{row['path']} ({show_bytes(row['size'])})")
     values, others = workflow.json_values()
     if values or others:
         target.mkdir(parents=True, exist_ok=True)
-        for number, name in enumerate(others):
-            kind, data = workflow.raw_value(name)
-            if kind == "json":
-                values[name] = json.loads(data)
-            else:  # kept as it is: to look into it is to run what its owner chose
-                other = target / _unused(names, f"value-{number}.pickle")
-                other.write_bytes(data)
-                values[name] = {"pickle": other.name}
-        path = target / _unused(names, "values.json")
-        path.write_text(json.dumps(values, indent=2) + "\n")
-        fetched.append({"name": path.name, "path": str(path), "size": path.stat().st_size})
+        row = _write_values(workflow, values, others, target, {file["name"] for file in files})
+        fetched.append(row)
         if not options.json:
             listed = ", ".join(list(values)[:5]) + ", …" * (len(values) > 5)
-            display.say(f"{path} (the values of {listed})")
+            display.say(f"{row['path']} (the values of {listed})")
     if options.json:
         _json(display, fetched)
     elif not fetched and not missing:
@@ -581,9 +647,38 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     return 1 if missing or not fetched else 0
 
 
-def _unused(names: set[str], name: str) -> str:
-    """Never over a file of the workflow's own."""
-    while name in names:
+def _fetch(workflow: WorkflowHandle, name: str, target: Path) -> dict[str, Any]:
+    path = target / name
+    if not path.resolve().is_relative_to(target.resolve()):
+        raise ValueError(f"{name} would be written outside {target}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return {"name": name, "path": str(path), "size": workflow.download(name, path)}
+
+
+def _write_values(
+    workflow: WorkflowHandle,
+    values: dict[str, Any],
+    others: list[str],
+    target: Path,
+    taken: set[str],
+) -> dict[str, Any]:
+    """The values of calls as one JSON file, beside it a pickle for each that JSON can't express."""
+    for number, name in enumerate(others):
+        kind, data = workflow.raw_value(name)
+        if kind == "json":
+            values[name] = json.loads(data)
+        else:  # stays a pickle: to load it is to run code that its owner chose
+            other = target / _unused(taken, f"value-{number}.pickle")
+            other.write_bytes(data)
+            values[name] = {"pickle": other.name}
+    path = target / _unused(taken, "values.json")
+    path.write_text(json.dumps(values, indent=2) + "\n")
+    return {"name": path.name, "path": str(path), "size": path.stat().st_size}
+
+
+def _unused(taken: set[str], name: str) -> str:
+    """A name that no file of the workflow has."""
+    while name in taken:
         name = f"valence-{name}"
     return name
 

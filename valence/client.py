@@ -1,7 +1,7 @@
-"""The Python client: plain blocking calls over HTTP, on the standard library alone.
+"""The Python client: plain blocking calls over HTTP, with nothing but the standard library.
 
-It finds a local cluster by itself; another one through `VALENCE_URL` and `VALENCE_TOKEN`. With
-several peers known, one that does not answer is passed over.
+It finds a local cluster by itself, and another one through `VALENCE_URL` and `VALENCE_TOKEN`. If it
+knows several peers, it skips those that do not answer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from valence.workflow.shown import os_reason
+
 from . import local
 from .connection import Connection, Response
 
 TIMEOUT_S = 60.0
 WAIT_S = 10.0
 CHUNK_BYTES = 1 << 20
+RECENT_MAX = 1000
+MATCHES_SHOWN_MAX = 10
+FAILURES_MAX = 10
 FINAL = ("succeeded", "failed", "cancelled")
 
 
 class Problem(Exception):
-    """The cluster said no, and why."""
+    """The cluster refused a request, with its reason."""
 
     def __init__(self, status: int, document: dict[str, Any]) -> None:
         self.status = status
@@ -47,7 +52,7 @@ class Client:
         url = url or os.environ.get("VALENCE_URL")
         token = token or os.environ.get("VALENCE_TOKEN") or token_from_file()
         if url and not url.startswith(("http://", "https://")):
-            raise Unreachable(f"VALENCE_URL: write http://{url}")
+            raise Unreachable(f"the URL {url!r} has no scheme: write http://{url}")
         if url:
             self._urls = [url]
         else:
@@ -55,13 +60,13 @@ class Client:
             token = token or local.token()
         if not self._urls:
             raise Unreachable(
-                "no cluster was found: start one with `valence up`, or set VALENCE_URL and "
+                "no cluster found: start one with `valence up`, or set VALENCE_URL and "
                 "VALENCE_TOKEN"
             )
         if not token:
-            raise Unreachable("there is no token: set VALENCE_TOKEN")
+            raise Unreachable("no token found: set VALENCE_TOKEN")
         self._token = token
-        # the connection of the last request, kept for the next one; one thread at a time has it
+        # the connection of the last request, kept for the next one; one thread at a time uses it
         self._kept: tuple[str, Connection, int] | None = None
         self._lock = threading.Lock()
 
@@ -101,9 +106,9 @@ class Client:
                 response = self._send(connection, url, method, path, body, headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                reasons.append(f"{url}: {error or type(error).__name__}")
+                reasons.append(f"{url}: {_reason(error)}")
                 with self._lock:
-                    if self._urls[0] == url:  # the next call begins with another one
+                    if self._urls[0] == url:  # the next call begins with another peer
                         self._urls = [*self._urls[1:], url]
                 continue
             if response.status >= 400:
@@ -125,18 +130,18 @@ class Client:
     ) -> Response:
         if hasattr(body, "seek"):
             body.seek(0)
-        every = {"Authorization": f"Bearer {self._token}", **(headers or {})}
-        return connection.request(method, path, body, every, urlsplit(url).path.rstrip("/"))
+        sent = {"Authorization": f"Bearer {self._token}", **(headers or {})}
+        return connection.request(method, path, body, sent, urlsplit(url).path.rstrip("/"))
 
     def _again(
         self, method: str, path: str, body: Any, headers: dict[str, str] | None
     ) -> tuple[Connection, Response] | None:
-        """By the connection of the request before, if the peer has not closed it meanwhile."""
+        """Sends on the connection of the last request, unless the peer has closed it meanwhile."""
         with self._lock:
             url, connection, pid = self._kept or ("", None, 0)
             self._kept = None
         if connection is not None and pid != os.getpid():
-            connection = None  # the parent's, who may be using it
+            connection = None  # it belongs to the parent process, which may be using it
         if connection is None or url != self._urls[0] or connection.stale:
             if connection is not None:
                 connection.close()
@@ -147,7 +152,10 @@ class Client:
             connection.close()
             if method in ("GET", "PUT"):
                 return None
-            raise Unreachable(f"{url} broke off; it is not known what became of it") from None
+            raise Unreachable(
+                f"{url} closed the connection before it answered; the request may have been "
+                "carried out"
+            ) from None
 
     def request(
         self,
@@ -156,13 +164,13 @@ class Client:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> Any:
-        found = self._again(method, path, body, headers)
-        connection, response = found or self._open(method, path, body, headers)
+        reused = self._again(method, path, body, headers)
+        connection, response = reused or self._open(method, path, body, headers)
         try:
             data = response.read()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise Unreachable(f"the answer broke off: {error!r}") from None
+            raise Unreachable(f"the response broke off: {_reason(error)}") from None
         if response.will_close:
             connection.close()
         else:
@@ -173,40 +181,43 @@ class Client:
                 connection_before[1].close()
         kind = response.fields.media_type
         if response.status >= 400:
-            found_problem = json.loads(data) if kind.endswith("json") else {}
-            raise Problem(response.status, found_problem or {"title": response.reason})
+            document = json.loads(data) if kind.endswith("json") else {}
+            raise Problem(response.status, document or {"title": response.reason})
         return json.loads(data) if kind.endswith("json") else data
 
     # ----------------------------------------------------------------- the API
 
     def metrics(self) -> str:
-        """Of the peer that answers, as Prometheus reads them."""
-        found: bytes = self.request("GET", "/metrics")
-        return found.decode()
+        """The metrics of the peer that answers, in Prometheus' format."""
+        text: bytes = self.request("GET", "/metrics")
+        return text.decode()
 
     def peers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.request("GET", "/v1/peers")["peers"]
-        return found
+        peers: list[dict[str, Any]] = self.request("GET", "/v1/peers")["peers"]
+        return peers
 
     def workflows(self, limit: int = 100, state: str = "") -> list[dict[str, Any]]:
         query = urlencode({"limit": limit, **({"state": state} if state else {})})
         page = self.request("GET", f"/v1/workflows?{query}")
-        self.unanswered: list[str] = page["unanswered"]  # peers whose workflows are not among them
-        found: list[dict[str, Any]] = page["workflows"]
-        return found
+        self.unanswered: list[str] = page["unanswered"]  # peers whose workflows are missing
+        workflows: list[dict[str, Any]] = page["workflows"]
+        return workflows
 
-    def workflow(self, id: str) -> WorkflowHandle:
-        """By its id, or the beginning of one that is unique among the latest."""
+    def workflow(self, workflow_id: str) -> WorkflowHandle:
+        """The workflow with this id, or the only recent one whose id begins with it."""
         try:
-            self.request("GET", f"/v1/workflows/{quote(id, safe='')}")
+            self.request("GET", f"/v1/workflows/{quote(workflow_id, safe='')}")
         except Problem as problem:
-            if problem.status != 404:
+            if problem.status != 404 or not workflow_id:
                 raise
-            matching = [w["id"] for w in self.workflows(1000) if w["id"].startswith(id)]
-            if not id or len(matching) != 1:
+            recent = [w["id"] for w in self.workflows(RECENT_MAX)]
+            matches = [id_ for id_ in recent if id_.startswith(workflow_id)]
+            if not matches:
                 raise
-            id = matching[0]
-        return WorkflowHandle(self, id)
+            if len(matches) > 1:
+                raise Problem(404, {"detail": _ambiguous(workflow_id, matches)}) from None
+            workflow_id = matches[0]
+        return WorkflowHandle(self, workflow_id)
 
     def submit(
         self,
@@ -218,88 +229,92 @@ class Client:
         key: str | None = None,
         wait_s: float = 0.0,
     ) -> WorkflowHandle:
-        """A file's path or a document as a value; files it names by `path` are uploaded.
+        """Submits a file, by its path, or a document as a value; uploads files it names by `path`.
 
-        `wait_s`: return when it has ended, or after that long; `view()` is the newest seen."""
+        `wait_s`: return when the workflow has ended, or after this long; `view()` then has its
+        newest state."""
         from . import submission
 
         text, kind, uploads = submission.prepare(document)
-        asked: dict[str, float | str | None] = {
+        settings: dict[str, float | str | None] = {
             "time_scale": time_scale,
             "size_scale": size_scale,
             "strategy": strategy,
             "wait": wait_s or None,
         }
-        return self.send(text, kind, uploads, asked, key)
+        return self.send(text, kind, uploads, settings, key)
 
     def send(
         self,
         text: bytes,
         kind: str,
         uploads: list[tuple[Path, str]],
-        asked: dict[str, float | str | None],
+        settings: dict[str, float | str | None],
         key: str | None,
     ) -> WorkflowHandle:
-        """What `submission.prepare` made of a document: its files first."""
-        for path, hash in uploads:
-            self.upload(path, hash)
-        query = urlencode({k: v for k, v in asked.items() if v is not None})
+        """Sends a document that `submission.prepare` has prepared: its files first."""
+        for path, digest in uploads:
+            self.upload(path, digest)
+        query = urlencode({k: v for k, v in settings.items() if v is not None})
         headers = {"Content-Type": kind}
         if key:
             headers["Idempotency-Key"] = key
         view = self.request("POST", "/v1/workflows" + (f"?{query}" if query else ""), text, headers)
         return WorkflowHandle(self, view["id"], view)
 
-    def upload(self, path: Path, hash: str | None = None) -> str:
-        hash = hash or hash_file(path)
+    def upload(self, path: Path, digest: str | None = None) -> str:
+        digest = digest or hash_file(path)
         with path.open("rb") as file:
             size = str(path.stat().st_size)
-            self.request("PUT", f"/v1/blobs/{hash}", file, {"Content-Length": size})
-        return hash
+            self.request("PUT", f"/v1/blobs/{digest}", file, {"Content-Length": size})
+        return digest
 
 
 class WorkflowHandle:
     """A submitted workflow, seen through any peer."""
 
-    def __init__(self, client: Client, id: str, seen: dict[str, Any] | None = None) -> None:
-        self.id = id
+    def __init__(
+        self, client: Client, workflow_id: str, seen: dict[str, Any] | None = None
+    ) -> None:
+        self.id = workflow_id
         self._seen = seen or {}
         self._client = client
-        self._path = f"/v1/workflows/{quote(id, safe='')}"
+        self._path = f"/v1/workflows/{quote(workflow_id, safe='')}"
 
     def view(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """`wait_s`: as it has ended, or as it is after that long."""
+        """Its state now; with `wait_s`, its state when it has ended, or after this long."""
         if self._seen.get("state") not in FINAL:
             query = f"?wait={wait_s:g}" if wait_s else ""
             self._seen = self._client.request("GET", self._path + query)
         return self._seen
 
     def values(self) -> dict[str, Any]:
-        """What its calls returned, by task, where no other task takes it. See `value`."""
-        found, others = self.json_values()
-        return {**found, **{name: self.value(name) for name in others}}
+        """The values that its calls returned, by task, unless another task takes them. See
+        `value`."""
+        values, others = self.json_values()
+        return {**values, **{name: self.value(name) for name in others}}
 
     def json_values(self) -> tuple[dict[str, Any], list[str]]:
-        """Those that JSON can say, and the tasks whose value is not among them."""
-        found: dict[str, Any] = {}
+        """The values that JSON can express, and the tasks whose values it can't."""
+        values: dict[str, Any] = {}
         others: list[str] = []
         start: int | None = 0
         while start is not None:
             page = self._client.request("GET", f"{self._path}/values?start={start}")
-            found.update(page["values"])
+            values.update(page["values"])
             others += page["others"]
             start = page["next"]
-        return found, others
+        return values, others
 
     def value(self, task: str) -> Any:
-        """What one call returned. What JSON can't say comes as a pickle, and to unpickle it runs
-        code that its task's owner chose, here: ask only for values of workflows whose owner you
-        trust as yourself; `raw_value` runs nothing."""
+        """The value that one call returned. A value that JSON can't express comes as a pickle, and
+        to unpickle it is to run, here, code that its task's owner chose: ask only for values of
+        workflows whose owner you trust as yourself. `raw_value` runs nothing."""
         kind, data = self.raw_value(task)
         return json.loads(data) if kind == "json" else pickle.loads(data)
 
     def raw_value(self, task: str) -> tuple[str, bytes]:
-        """What one call returned, as it is kept: "json" or "pickle", and the bytes."""
+        """The value that one call returned, as it is stored: "json" or "pickle", and the bytes."""
         path = f"{self._path}/tasks/{quote(task, safe='')}/value"
         connection, response = self._client._open("GET", path)
         with contextlib.closing(connection):
@@ -318,36 +333,37 @@ class WorkflowHandle:
                 return
 
     def task(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._client.request(
+        view: dict[str, Any] = self._client.request(
             "GET", f"{self._path}/tasks/{quote(name, safe='')}"
         )
-        return found
+        return view
 
     def log(self, task: str, attempt: int | None = None) -> bytes:
         query = f"?attempt={attempt}" if attempt else ""
         path = f"{self._path}/tasks/{quote(task, safe='')}/log{query}"
-        found: bytes = self._client.request("GET", path)
-        return found
+        text: bytes = self._client.request("GET", path)
+        return text
 
     def cancel(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._client.request("POST", self._path + "/cancel")
-        return found
+        view: dict[str, Any] = self._client.request("POST", self._path + "/cancel")
+        return view
 
     def files(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        files: list[dict[str, Any]] = []
         start: int | None = 0
         while start is not None:
             page = self._client.request("GET", f"{self._path}/files?start={start}")
-            found += page["files"]
+            files += page["files"]
             start = page["next"]
-        return found
+        return files
 
     def read(self, name: str) -> bytes:
-        found = self._client.request("GET", f"{self._path}/files/{quote(name)}")
-        return found if isinstance(found, bytes) else json.dumps(found).encode()
+        data = self._client.request("GET", f"{self._path}/files/{quote(name)}")
+        return data if isinstance(data, bytes) else json.dumps(data).encode()
 
     def download(self, name: str, target: Path) -> int:
-        """Whole and with the right hash, or not at all; the size."""
+        """Writes a file to `target`, whole and with the right hash or not at all; returns its
+        size."""
         connection, response = self._client._open("GET", f"{self._path}/files/{quote(name)}")
         part = target.with_name(target.name + ".part")
         digest = hashlib.sha256()
@@ -360,36 +376,31 @@ class WorkflowHandle:
                     size += len(chunk)
             expected = response.fields.value("etag").strip('"')
             if expected and digest.hexdigest() != expected:
-                raise Unreachable(f"{name} came incomplete or changed; try again")
+                raise Unreachable(f"{name} arrived incomplete or damaged; try again")
             part.replace(target)
         except (http.client.HTTPException, OSError) as error:
-            raise Unreachable(f"{name} could not be fetched: {error}") from None
+            raise Unreachable(f"{name} could not be downloaded: {_reason(error)}") from None
         finally:
             part.unlink(missing_ok=True)
         return size
 
     def events(self, after: str = "") -> Iterator[dict[str, Any]]:
-        """Until it has ended. A broken stream is taken up where it broke."""
+        """Its events until it has ended. A stream that breaks off is resumed where it broke."""
         failures = 0
         while True:
-            headers = {"Last-Event-ID": after} if after else {}
             try:
-                connection, response = self._client._open(
-                    "GET", self._path + "/events", headers=headers
-                )
-                with contextlib.closing(connection):
-                    for event in _stream(response):
-                        failures = 0
-                        if "id" not in event:
-                            break
-                        after = event["id"]
-                        yield event
-                        if event.get("final"):
-                            return
+                for event in self._events_after(after):
+                    failures = 0
+                    if "id" not in event:
+                        break
+                    after = event["id"]
+                    yield event
+                    if event.get("final"):
+                        return
             except (OSError, http.client.HTTPException):
                 pass
             except Unreachable:
-                if failures > 10:
+                if failures > FAILURES_MAX:
                     raise
             except Problem as problem:
                 if problem.status != 503:
@@ -399,20 +410,27 @@ class WorkflowHandle:
             failures += 1
             time.sleep(min(2.0, 0.2 * failures))
 
+    def _events_after(self, after: str) -> Iterator[dict[str, Any]]:
+        """One stream of them; an event without an id means that it must be resumed."""
+        headers = {"Last-Event-ID": after} if after else {}
+        connection, response = self._client._open("GET", self._path + "/events", headers=headers)
+        with contextlib.closing(connection):
+            yield from _stream(response)
+
     def wait(self) -> str:
-        """Until it has ended; how. A peer that is away for a moment is waited for."""
+        """Waits until it has ended, also while peers are away for a moment; returns its state."""
         failures = 0
         while True:
             try:
                 state = str(self.view(WAIT_S)["state"])
             except Unreachable:
                 failures += 1
-                if failures > 10:
+                if failures > FAILURES_MAX:
                     raise
                 time.sleep(min(2.0, 0.2 * failures))
                 continue
             except Problem as problem:
-                if problem.status != 503:  # else its keepers are away: nothing is lost, wait
+                if problem.status != 503:  # 503: its keepers are away, and nothing is lost
                     raise
                 failures += 1
                 time.sleep(min(2.0, 0.2 * failures))
@@ -435,10 +453,23 @@ def _stream(response: Response) -> Iterator[dict[str, Any]]:
 
 def _document(response: Response) -> dict[str, Any]:
     try:
-        found = json.loads(response.read())
+        document = json.loads(response.read())
     except (ValueError, OSError, http.client.HTTPException):
-        found = None
-    return found if isinstance(found, dict) else {"title": response.reason}
+        document = None
+    return document if isinstance(document, dict) else {"title": response.reason}
+
+
+def _reason(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, OSError):
+        return os_reason(error)
+    return str(error) or type(error).__name__
+
+
+def _ambiguous(prefix: str, matches: list[str]) -> str:
+    shown = ", ".join(matches[:MATCHES_SHOWN_MAX])
+    more = len(matches) - MATCHES_SHOWN_MAX
+    rest = f" and {more} more" if more > 0 else ""
+    return f"{prefix} is ambiguous: it matches {shown}{rest}; type more of the id"
 
 
 def token_from_file() -> str | None:
@@ -448,7 +479,7 @@ def token_from_file() -> str | None:
     try:
         return Path(path).read_text().strip()
     except OSError as error:
-        raise Unreachable(f"VALENCE_TOKEN_FILE: {error}") from None
+        raise Unreachable(f"VALENCE_TOKEN_FILE: {os_reason(error)}") from None
 
 
 def hash_file(path: Path) -> str:

@@ -1,9 +1,8 @@
-"""One HTTP/1.1 connection to a peer, light enough that a short request costs little more than its
-packets.
+"""One HTTP/1.1 connection to a peer, so light that a short request costs little beyond its packets.
 
-`http.client` does the connecting, the TLS and the reading of bodies. What it spends most of a short
-request on, building the head piece by piece and parsing the answer's as if it were an e-mail, is
-done here in one go: head and short body leave in one packet, and the peer wakes up once.
+`http.client` connects, does TLS and reads bodies. It spends most of a short request on building the
+head piece by piece, and on parsing the response's head as if it were an e-mail. Both are done here
+in one go: the head and a short body leave in one packet, and the peer wakes up once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HEADERS_MAX = 100
 
 
 class Headers(dict[str, str]):
-    """Of an answer, by their names in lower case."""
+    """A response's headers, by their names in lower case."""
 
     def value(self, name: str) -> str:
         return super().get(name.lower(), "")
@@ -31,7 +30,7 @@ class Headers(dict[str, str]):
 
 
 class Response(http.client.HTTPResponse):
-    """The same, but for the reading of its head."""
+    """`http.client`'s response, with a faster way of reading the head."""
 
     fields: Headers
 
@@ -43,6 +42,10 @@ class Response(http.client.HTTPResponse):
             if self.status != 100:
                 break
         self.version = 10 if version == "HTTP/1.0" else 11
+        self._frame()
+
+    def _frame(self) -> None:
+        """How the body is delimited, and whether the connection closes after it."""
         connection = self.fields.value("connection").lower()
         self.will_close = "close" in connection or (
             self.version == 10 and "keep-alive" not in connection
@@ -59,22 +62,22 @@ class Response(http.client.HTTPResponse):
     def _line(self) -> str:
         raw = self.fp.readline(LINE_BYTES_MAX + 1)
         if len(raw) > LINE_BYTES_MAX:
-            raise http.client.LineTooLong("line of an answer")
+            raise http.client.LineTooLong("line of a response")
         return raw.decode("latin-1")
 
     def _fields(self) -> Headers:
-        found = Headers()
+        headers = Headers()
         while line := self._line().rstrip("\r\n"):
             name, _, value = line.partition(":")
-            found[name.strip().lower()] = value.strip()
-            if len(found) > HEADERS_MAX:
-                raise http.client.HTTPException(f"more than {HEADERS_MAX} headers in an answer")
-        return found
+            headers[name.strip().lower()] = value.strip()
+            if len(headers) > HEADERS_MAX:
+                raise http.client.HTTPException(f"more than {HEADERS_MAX} headers in a response")
+        return headers
 
 
 def _status(line: str) -> tuple[str, int, str]:
     if not line:
-        raise http.client.RemoteDisconnected("the peer closed the connection without an answer")
+        raise http.client.RemoteDisconnected("the peer closed the connection without a response")
     version, _, rest = line.rstrip("\r\n").partition(" ")
     code, _, reason = rest.partition(" ")
     if not version.startswith("HTTP/1.") or not code.isdigit() or len(code) != 3:
@@ -82,8 +85,15 @@ def _status(line: str) -> tuple[str, int, str]:
     return version, int(code), reason
 
 
+def _head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    if any("\r" in line or "\n" in line for line in lines) or " " in target:
+        raise ValueError("a request has a line break or a space where none may be")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
 class Connection:
-    """Opened by its first request, kept for the next while both sides agree to."""
+    """Opened by its first request, and kept for the next while both sides agree."""
 
     def __init__(self, host: str, port: int | None, secure: bool, timeout_s: float) -> None:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -95,23 +105,19 @@ class Connection:
         self, method: str, path: str, body: Any, headers: Mapping[str, str], url_prefix: str = ""
     ) -> Response:
         """`body`: bytes, a file whose length is among the headers, or nothing."""
+        short = body if isinstance(body, bytes) else b""
         head = {"Host": self._host, "Accept-Encoding": "identity", **headers}
-        held = body if isinstance(body, bytes) else b""
-        if held or (body is None and method != "GET"):
-            head["Content-Length"] = str(len(held))
-        target = url_prefix + path
-        lines = [f"{method} {target} HTTP/1.1", *(f"{k}: {v}" for k, v in head.items())]
-        if any("\r" in line or "\n" in line for line in lines) or " " in target:
-            raise ValueError("a line's end or a blank where none can be")
-        data = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        if short or (body is None and method != "GET"):
+            head["Content-Length"] = str(len(short))
+        data = _head(method, url_prefix + path, head)
         if self._inner.sock is None:
             self._inner.connect()
         to: socket.socket = self._inner.sock
-        if len(data) + len(held) <= PACKET_BYTES_MAX:
-            to.sendall(data + held)
+        if len(data) + len(short) <= PACKET_BYTES_MAX:
+            to.sendall(data + short)
         else:
             to.sendall(data)
-            to.sendall(held)
+            to.sendall(short)
         if body is not None and not isinstance(body, bytes):
             while chunk := body.read(PACKET_BYTES_MAX):
                 to.sendall(chunk)
@@ -121,7 +127,7 @@ class Connection:
 
     @property
     def stale(self) -> bool:
-        """It was closed by the other side, or says something nobody asked for."""
+        """Whether the other side has closed it, or has sent something that nobody asked for."""
         if self._inner.sock is None:
             return True
         poll = select.poll()

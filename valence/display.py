@@ -1,13 +1,14 @@
-"""What a person sees: colours and a moving bar on a terminal, plain lines everywhere else.
+"""Output for people: colours and a moving bar on a terminal, plain lines everywhere else.
 
-What others have written, names, reasons, logs, may have control characters in it that a terminal
-obeys: they are shown, and never sent. Colours of our own are put in under a mark that nobody else
-knows, and only become escapes on the way out.
+Foreign text (names, reasons, logs) may contain control characters that a terminal obeys: they are
+shown as escapes, and never sent. Our own colours are put in under a mark that nobody else knows,
+and become escapes only on the way out.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -24,11 +25,19 @@ _COLOURS = {
     "cancelled": "33", "suspect": "33", "left": "2", "waiting": "2", "skipped": "33",
     "retrying": "33", "error": "31", "bold": "1", "dim": "2",
 }  # fmt: skip
-#: letters of no alphabet, with a number that nobody can guess
+#: words for Valence's internals: a peer's text that has one is shown with `--verbose` only
+_INTERNAL = re.compile(
+    r"\b(homes?|keepers?|epochs?|cells?|molecules?|pilots?|masters?|claims?|tickets?)\b", re.I
+)
+#: a character of no alphabet, with a number that nobody can guess
 _MARK = f"\ue000{secrets.token_hex(8)}"
 BAR_S = 0.1
 LINE_S = 2.0
 TICK_S = 0.5
+
+
+def is_internal(text: str) -> bool:
+    return _INTERNAL.search(text) is not None
 
 
 class Display:
@@ -43,25 +52,25 @@ class Display:
         return f"{_MARK}{code}m{text}{_MARK}0m" if self.coloured and code else text
 
     def rendered(self, text: str) -> str:
-        """As it goes to the terminal: nothing in it is obeyed but our own colours."""
+        """The text as it goes to the terminal, which obeys nothing in it but our own colours."""
         return plain(text).replace(_MARK, "\033[")
 
     def say(self, text: str = "") -> None:
         print(self.rendered(text), file=self.out, flush=True)
 
     def error(self, text: str) -> None:
-        self._aside("error:", "31", text)
+        self._to_stderr("error:", "31", text)
 
     def warn(self, text: str) -> None:
-        self._aside("warning:", "33", text)
+        self._to_stderr("warning:", "33", text)
 
-    def _aside(self, label: str, code: str, text: str) -> None:
+    def _to_stderr(self, label: str, code: str, text: str) -> None:
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             label = f"\033[{code}m{label}\033[0m"
         print(f"{label} {plain(text)}", file=sys.stderr, flush=True)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Columns as wide as they need to be; states in their colours."""
+        """Prints columns just wide enough for their texts, with states in their colours."""
         texts = [[("" if cell is None else plain(str(cell))) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
         head = "  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)).rstrip()
@@ -75,10 +84,11 @@ class Display:
 
 
 class Progress:
-    """A workflow's progress from its events: a bar that moves, or a line now and then."""
+    """A workflow's progress, from its events: a bar that moves, or a line now and then."""
 
-    def __init__(self, display: Display, view: dict[str, Any]) -> None:
+    def __init__(self, display: Display, view: dict[str, Any], verbose: bool = False) -> None:
         self._display = display
+        self._verbose = verbose
         self._total = int(view["tasks"])
         self._start = float(view["submitted_at"])
         self._states: dict[str, str] = {}
@@ -87,7 +97,7 @@ class Progress:
         self._name = view["name"]
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        if display.terminal:  # time passes while nothing happens, and a person wants to see it
+        if display.terminal:  # the clock moves on while nothing happens, as a person expects
             threading.Thread(target=self._tick, daemon=True).start()
 
     def _tick(self) -> None:
@@ -105,17 +115,28 @@ class Progress:
         if event["type"] == "interrupted":
             self._note(event["reason"], "retrying")
             return
-        final = bool(event.get("final"))
-        if self._display.terminal:
-            if final or time.monotonic() - self._drawn_at >= BAR_S:
-                self._draw(float(event["at"]))
-        elif final or time.monotonic() - self._drawn_at >= LINE_S:
-            self._line(float(event["at"]))
+        self._redraw(float(event["at"]), bool(event.get("final")))
         if event["type"] == "inputs" and event.get("failed"):
             self._note(f"input {event['failed']}: {event['reason']}", "failed")
         if event["type"] == "home":
-            state = "failed" if event.get("forced") else "retrying"
-            self._note(f"peer {event['peer'][:8]} is its home now: {event['reason']}", state)
+            self._taken_over(event)
+
+    def _redraw(self, at: float, final: bool) -> None:
+        """At most every `BAR_S` or `LINE_S`, but always at the end."""
+        interval_s = BAR_S if self._display.terminal else LINE_S
+        if not final and time.monotonic() - self._drawn_at < interval_s:
+            return
+        if self._display.terminal:
+            self._draw(at)
+        else:
+            self._line(at)
+
+    def _taken_over(self, event: dict[str, Any]) -> None:
+        state = "failed" if event.get("forced") else "retrying"
+        text = f"peer {event['peer'][:8]} has taken over this workflow"
+        if self._verbose or not is_internal(event["reason"]):
+            text += f": {event['reason']}"
+        self._note(text, state)
 
     def _task(self, event: dict[str, Any]) -> None:
         task, state = event["task"], event["state"]

@@ -1,4 +1,4 @@
-"""Where the command begins: quiet under Ctrl-C even while Python is still importing."""
+"""The entry point of the command: quiet under Ctrl-C even while Python is still importing."""
 
 from __future__ import annotations
 

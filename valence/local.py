@@ -1,4 +1,4 @@
-"""The local cluster: where it lives on this machine, and who finds it there."""
+"""The local cluster on this machine: its directory, its peers, its token and its supervisor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def directory() -> Path:
 
 
 def peers() -> list[dict[str, Any]]:
-    """What each local peer said of itself: id, pid, address, http."""
-    found = []
+    """Each local peer as it described itself: id, pid, address, http."""
+    described = []
     for path in sorted(directory().glob("peer-*/peer.json")):
         try:
-            found.append({**json.loads(path.read_text()), "data": str(path.parent)})
+            described.append({**json.loads(path.read_text()), "data": str(path.parent)})
         except (OSError, ValueError):
             continue
-    return found
+    return described
 
 
 def urls() -> list[str]:
@@ -39,7 +39,7 @@ def token() -> str | None:
 
 
 def alive(peer: dict[str, Any]) -> bool:
-    """By the lock that the daemon holds: a pid alone may be somebody else's by now."""
+    """Whether its daemon holds its lock: the pid alone may belong to another process by now."""
     return _locked(Path(peer["data"]) / "lock")
 
 
@@ -56,7 +56,7 @@ def _locked(path: Path) -> bool:
 
 
 def supervisor() -> int | None:
-    """The pid of a running `valence up`, known by the lock that it holds."""
+    """The pid of a running `valence up`, which holds a lock as long as it runs."""
     path = directory() / "up.lock"
     try:
         return int(path.read_text().strip() or 0) or None if _locked(path) else None

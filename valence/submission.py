@@ -1,4 +1,4 @@
-"""A document on its way to a peer: checked here first, with the files it names by `path`."""
+"""A document before it is sent to a peer: checked, with the files that it names by `path`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .client import hash_file
 
 
 def prepare(source: str | Path | dict[str, Any]) -> tuple[bytes, str, list[tuple[Path, str]]]:
-    """The text to send, its media type, and the files to upload before."""
+    """The text to send, its media type, and the files to upload first."""
     if isinstance(source, dict):
         text, base = json.dumps(source).encode(), Path()
         inputs = source.get("inputs")
@@ -38,11 +38,11 @@ def prepare_text(text: bytes, base: Path) -> tuple[bytes, str, list[tuple[Path, 
             continue
         path = base / source["path"]
         if not path.is_file():
-            problems.append(DocumentProblem(f"/inputs/{name}/path", f"there is no file {path}"))
+            problems.append(DocumentProblem(f"/inputs/{name}/path", f"{path}: file not found"))
             continue
-        hash = hash_file(path)
-        value["inputs"][name] = {"blob": hash}
-        uploads.append((path, hash))
+        digest = hash_file(path)
+        value["inputs"][name] = {"blob": digest}
+        uploads.append((path, digest))
     if problems:
         raise DocumentError(tuple(problems))
     if uploads:

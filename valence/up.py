@@ -1,8 +1,9 @@
-"""`valence up`: a cluster on this machine, forked from one warmed process.
+"""The commands `valence up` and `valence down`: a cluster on this machine, forked from one process.
 
 The parent imports everything once and forks: a hundred peers start in seconds and share memory.
-Each peer has a directory of its own with a `peer.toml`, so `valence peer --data DIR` starts a
-single one again. The parent only watches; when it ends, however it ends, its peers leave.
+Each peer has a directory of its own with a `peer.toml`, so that `valence peer --data DIR` can
+restart a single peer. After that the parent only watches. When it ends, for whatever reason, its
+peers end too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from valence.workflow.shown import os_reason
 
 from . import local
 from .display import Display
@@ -53,6 +56,7 @@ class Options:
     site: str
     fresh: bool
     detach: bool
+    json: bool
 
 
 def up(options: Options, display: Display) -> int:
@@ -64,14 +68,15 @@ def up(options: Options, display: Display) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         display.error(
-            f"a local cluster is running (pid {local.supervisor()}); `valence down` stops it"
+            f"a local cluster is already running (pid {local.supervisor()}); "
+            "stop it with `valence down`"
         )
         return 1
     _write_pid(lock)
     running = [peer for peer in local.peers() if local.alive(peer)]
     if running:
         which = ", ".join(f"{Path(p['data']).name} (pid {p['pid']})" for p in running)
-        display.error(f"running already: {which}; `valence down` stops them")
+        display.error(f"already running: {which}; stop them with `valence down`")
         return 1
     if options.fresh:
         from valence.peer.removal import remove_tree
@@ -86,15 +91,15 @@ def up(options: Options, display: Display) -> int:
 
 
 def _warn_of_root(root: Path, display: Display) -> None:
-    """Tasks have users of their own where they can; where they can't, whoever starts it is told."""
+    """Warns if tasks would run as root because they can't have users of their own."""
     from valence.peer.users import NoUsers, Users
 
-    root.chmod(0o711)  # what is in there is closed by itself
+    root.chmod(0o711)  # everything inside has permissions of its own
     try:
         Users.find(root)
     except NoUsers as error:
         root.chmod(0o700)
-        display.warn(f"tasks run as root, as {error}; better start it as another user")
+        display.warn(f"tasks will run as root: {error}; start the cluster as another user")
     finally:
         (root / "users.json").unlink(missing_ok=True)
 
@@ -106,7 +111,7 @@ def _write_pid(lock: Any) -> None:
 
 
 def _detach(options: Options, display: Display, lock: Any) -> int:
-    """The supervisor goes to the background; this process waits until the peers are up."""
+    """Puts the supervisor into the background; this process waits until the peers are up."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -120,18 +125,22 @@ def _detach(options: Options, display: Display, lock: Any) -> int:
             report = os.fdopen(write, "w")
             code = _Supervisor(root, options, Display(sys.stdout), lock, report).run()
         except BaseException as error:
-            print(f"valence up: {error!r}", file=sys.stderr, flush=True)
+            print(f"valence up: {_shown(error)}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
     os.close(write)
     lock.close()
     with os.fdopen(read) as report:
-        said = report.read()  # until the supervisor closes it: its children have done so at once
-    if said.startswith("ok"):
-        display.say(said[3:].rstrip())
-        display.say("It runs in the background; `valence down` stops it.")
+        text = report.read()  # until the supervisor closes it: its children have done so at once
+    if text.startswith("ok"):
+        display.say(text[3:].rstrip())
+        if not options.json:
+            display.say("It runs in the background; stop it with `valence down`.")
         return 0
-    display.error(said.strip() or f"it did not start; {local.directory() / 'up.log'} says why")
+    display.error(
+        text.strip()
+        or f"the cluster did not start; see {local.directory() / 'up.log'} for the reason"
+    )
     return 1
 
 
@@ -161,12 +170,12 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         try:
-            # everything a peer needs, once, before the forks
+            # import everything that a peer needs once, before the forks
             from valence.peer import main as peer_main
 
             gc.collect()
             gc.freeze()
-            with _one_at_a_time():  # a free port is free until another cluster takes it
+            with _one_at_a_time():  # another cluster that starts could take the free ports
                 self._prepare()
                 start = time.monotonic()
                 for directory in self._directories():
@@ -178,7 +187,7 @@ class _Supervisor:
             self._watch()
             return self._end(0)
         except OSError as error:
-            self._tell(f"valence up: {error}", failed=True)
+            self._report_failure(f"the cluster did not start: {os_reason(error)}")
             return self._end(1)
 
     def _stop(self, number: int, frame: object) -> None:
@@ -198,7 +207,7 @@ class _Supervisor:
         directories = self._directories()
         for stale in self._root.glob("peer-*/peer.json"):
             if stale.parent not in directories:
-                stale.unlink()  # a peer of a larger cluster of before
+                stale.unlink()  # left by a larger cluster that ran before
         seeds: list[str] = []
         for index, directory in enumerate(directories):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -222,7 +231,7 @@ class _Supervisor:
             "grace": options.grace,
             "sandbox": options.sandbox,
             "local_urls": True,
-            "root_tasks": True,  # one's own tasks, on one's own machine
+            "root_tasks": True,  # the user's own tasks on the user's own machine
             "overlay": options.overlay,
             "site": options.site,
             "port": port,
@@ -241,7 +250,7 @@ class _Supervisor:
         try:
             from valence.peer import nursery, settings
 
-            # what is the supervisor's own: the lock says that *it* lives
+            # these are the supervisor's alone: the lock means that *it* is alive
             self._lock.close()
             if self._report is not None:
                 self._report.close()
@@ -250,16 +259,16 @@ class _Supervisor:
             os.setsid()
             nursery.die_with_parent()
             if os.getppid() != parent:
-                os._exit(1)  # it was gone before it could be told apart
+                os._exit(1)  # the supervisor died before `die_with_parent` was in force
             _redirect(directory / "peer.log")
-            # storage elements are the machine's; all else that is set is for other peers
-            given = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+            # storage elements belong to the machine; all other settings are for other peers
+            passed_on = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
             plain = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
             os.environ.clear()
             os.environ.update(plain)
-            code = peer_main.run(settings.load({"data": directory}, {**plain, **given}))
+            code = peer_main.run(settings.load({"data": directory}, {**plain, **passed_on}))
         except BaseException as error:
-            print(f"valence up: {error!r}", file=sys.stderr)
+            print(f"valence up: {_shown(error)}", file=sys.stderr)
         finally:
             with contextlib.suppress(OSError):
                 sys.stderr.flush()
@@ -269,14 +278,17 @@ class _Supervisor:
         wanted = dict(self._children)
         while wanted and not self._stopping:
             if time.monotonic() - start > START_S_MAX:
-                self._tell(f"{len(wanted)} peers did not come up", failed=True)
+                self._report_failure(
+                    f"{len(wanted)} of {self._options.peers} peers did not start within "
+                    f"{START_S_MAX:g} s; see {next(iter(wanted.values())) / 'peer.log'}"
+                )
                 return False
             time.sleep(0.02)
             ended = self._reap()
             if ended:
                 directory, how = ended[0]
                 why = _last_line(directory / "peer.log")
-                self._tell(f"{directory.name} {how} while starting: {why}", True)
+                self._report_failure(f"{directory.name} {how} while starting: {why}")
                 return False
             for pid, directory in list(wanted.items()):
                 with contextlib.suppress(OSError, ValueError, KeyError):
@@ -284,28 +296,41 @@ class _Supervisor:
                         del wanted[pid]
         if self._stopping:
             return True
-        took = time.monotonic() - start
-        first = json.loads((self._directories()[0] / "peer.json").read_text())
-        count = len(self._children)
-        self._tell(
-            f"{count} peer{'s' * (count > 1)} up in {took:.1f} s; HTTP at {first['http']}\n"
-            "Try: valence submit examples/word-count.yaml --watch"
-        )
+        self._report_success(time.monotonic() - start)
         return True
 
-    def _tell(self, text: str, failed: bool = False) -> None:
-        if self._report is not None:
-            self._report.write(text if failed else f"ok {text}")
-            self._report.close()
-            self._report = None
-        elif failed:
-            self._display.error(text)
+    def _report_success(self, took_s: float) -> None:
+        first = json.loads((self._directories()[0] / "peer.json").read_text())
+        count = len(self._children)
+        if self._options.json:
+            text = json.dumps({"peers": count, "http": first["http"], "seconds": round(took_s, 3)})
         else:
-            self._display.say(text)
-            self._display.say("Ctrl-C stops it.")
+            text = (
+                f"{count} peer{'s' * (count > 1)} up in {took_s:.1f} s; HTTP at {first['http']}\n"
+                "Try: valence submit examples/word-count.yaml --watch"
+            )
+        if self._report is not None:
+            self._finish_report(f"ok {text}")
+            return
+        self._display.say(text)
+        if not self._options.json:
+            self._display.say("Stop it with Ctrl-C.")
+
+    def _report_failure(self, text: str) -> None:
+        if self._report is not None:
+            self._finish_report(text)
+        else:
+            self._display.error(text)
+
+    def _finish_report(self, text: str) -> None:
+        """The process that waits for a detached supervisor reads this, and ends."""
+        self._report.write(text)
+        self._report.close()
+        self._report = None
 
     def _reap(self) -> list[tuple[Path, str]]:
-        found = []
+        """The peers that have ended, and how."""
+        ended = []
         while self._children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -314,11 +339,11 @@ class _Supervisor:
             if not pid:
                 break
             code = os.waitstatus_to_exitcode(status)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            how = _killed_by(-code) if code < 0 else f"ended with exit code {code}"
             directory = self._children.pop(pid, None)
             if directory is not None:
-                found.append((directory, how))
-        return found
+                ended.append((directory, how))
+        return ended
 
     def _watch(self) -> None:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -327,12 +352,11 @@ class _Supervisor:
             for directory, how in self._reap():
                 if not self._stopping:
                     self._display.say(
-                        f"{directory.name} {how}; start it again with: "
-                        f"valence peer --data {directory}"
+                        f"{directory.name} {how}; restart it with: valence peer --data {directory}"
                     )
 
     def _end(self, code: int) -> int:
-        """All at once: SIGINT means at once for tasks too. Never waits for ever."""
+        """Ends all peers at once (SIGINT leaves tasks no grace), in bounded time."""
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
@@ -348,6 +372,17 @@ class _Supervisor:
         return code
 
 
+def _shown(error: BaseException) -> str:
+    return os_reason(error) if isinstance(error, OSError) else repr(error)
+
+
+def _killed_by(number: int) -> str:
+    try:
+        return f"was killed by {signal.Signals(number).name} (signal {number})"
+    except ValueError:  # a signal without a name
+        return f"was killed by signal {number}"
+
+
 def _last_line(path: Path) -> str:
     with contextlib.suppress(OSError):
         lines = path.read_text(errors="replace").strip().splitlines()
@@ -357,7 +392,7 @@ def _last_line(path: Path) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Of this user's local clusters, one starts at a time. Whoever waits too long goes ahead."""
+    """Lets this user's local clusters start one at a time; one that has waited too long goes on."""
     path = Path(tempfile.gettempdir()) / f"valence-up-{os.getuid()}.lock"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -374,12 +409,12 @@ def _one_at_a_time() -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # for the peers too, which have it by the fork
+        fcntl.flock(fd, fcntl.LOCK_UN)  # for the peers too, which inherited it by the fork
         os.close(fd)
 
 
 def _free_port(wanted: int = 0) -> int:
-    """A port free for both UDP and TCP; the wanted one if it is."""
+    """A port that is free for both UDP and TCP: the wanted one if it is."""
     for candidate in (wanted, 0, 0, 0, 0) if wanted else (0,) * 5:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -391,32 +426,43 @@ def _free_port(wanted: int = 0) -> int:
                 port: int = udp.getsockname()[1]
                 tcp.bind(("127.0.0.1", port))
                 return port
-    raise OSError("no free port was found")
+    raise OSError("no free port found")
 
 
-def down(display: Display) -> int:
+def down(display: Display, as_json: bool = False) -> int:
     pid = local.supervisor()
-    singles = [int(peer["pid"]) for peer in local.peers() if local.alive(peer)]
-    if pid is None and not singles:
-        display.say("No local cluster is running.")
-        return 0
+    running = pid is not None or any(local.alive(peer) for peer in local.peers())
+    problem = _stop(pid) if running else ""
+    if problem:
+        display.error(problem)
+        return 1
+    if as_json:
+        display.say(json.dumps({"stopped": running}))
+    else:
+        display.say("The local cluster is down." if running else "No local cluster is running.")
+    return 0
+
+
+def _stop(pid: int | None) -> str:
+    """Stops the supervisor and all peers; says what is still running if that takes too long."""
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S_MAX + 5
-    while pid is not None and local.supervisor() == pid:
-        if time.monotonic() > deadline:
-            display.error(f"the cluster (pid {pid}) is still stopping")
-            return 1
-        time.sleep(0.05)
-    # peers that were started again by hand have no supervisor
+    if not _wait(lambda: pid is None or local.supervisor() != pid, deadline):
+        return f"the cluster (pid {pid}) is still stopping; try `valence down` again"
+    # peers that were restarted by hand have no supervisor
     for peer in local.peers():
         if local.alive(peer):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(peer["pid"]), signal.SIGINT)
-    while any(local.alive(peer) for peer in local.peers()):
+    if not _wait(lambda: not any(local.alive(peer) for peer in local.peers()), deadline):
+        return "some peers are still stopping; try `valence down` again"
+    return ""
+
+
+def _wait(condition: Callable[[], bool], deadline: float) -> bool:
+    while not condition():
         if time.monotonic() > deadline:
-            display.error("some peers are still stopping")
-            return 1
+            return False
         time.sleep(0.05)
-    display.say("The local cluster is down.")
-    return 0
+    return True

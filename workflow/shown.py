@@ -1,4 +1,8 @@
-"""Texts of others, for terminals and logs: what would steer a terminal is shown, not sent."""
+"""Foreign text made safe to show in terminals and logs.
+
+Characters that would steer a terminal are shown as escapes, and never sent. An error of the
+operating system is named in words, without its number.
+"""
 
 from __future__ import annotations
 
@@ -10,3 +14,13 @@ _CONTROLS = {
 
 def plain(text: str) -> str:
     return text.translate(_CONTROLS)
+
+
+def os_reason(error: OSError) -> str:
+    """`x.yaml: file not found`: the file, if it concerns one, and what went wrong."""
+    if isinstance(error, FileNotFoundError):
+        reason = "file not found"
+    else:
+        reason = str(error.strerror or error) or type(error).__name__
+        reason = reason[:1].lower() + reason[1:]
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
