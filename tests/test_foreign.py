@@ -63,5 +63,5 @@ def test_it_runs_live_and_shows_its_metrics_and_its_reasons(
 
 def test_nobody_knows_of_it_who_does_not_have_it(cluster: Cluster) -> None:
     document = {"name": "x", "strategy": "dice", "tasks": {"t": {"command": "true"}}}
-    with pytest.raises(Exception, match="unknown strategy 'dice'; there are: auto, probe"):
+    with pytest.raises(Exception, match="unknown strategy 'dice'; choose from: auto, probe"):
         cluster.client().submit(document)

@@ -80,10 +80,13 @@ def test_edges_between_gangs_are_counted_before_they_are_made() -> None:
     [
         ("peers: 0, command: 'true'", "/tasks/t/peers"),
         ("peers: 300, command: 'true'", "/tasks/t/peers"),
-        ("peers: 2, call: 'operator:mul'", "only a command can run at several peers"),
-        ("peers: 2, command: 'true', outputs: [x]", "is made by t[rank=0] already"),
-        ("peers: 2, command: 'true', inputs: ['x.0'], outputs: ['x.{rank}']", "runs at once"),
-        ("peers: 2, command: 'true', foreach: {rank: [1]}", "what `peers` counts"),
+        ("peers: 2, call: 'operator:mul'", "only a command can run on several peers"),
+        ("peers: 2, command: 'true', outputs: [x]", "is already made by t[rank=0]"),
+        (
+            "peers: 2, command: 'true', inputs: ['x.0'], outputs: ['x.{rank}']",
+            "they run at the same time",
+        ),
+        ("peers: 2, command: 'true', foreach: {rank: [1]}", "choose another name"),
     ],
 )
 def test_what_can_not_run_at_once_is_refused_by_name(task: str, problem: str) -> None:

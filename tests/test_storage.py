@@ -289,7 +289,7 @@ def test_what_is_wrong_with_a_delivery_is_said_with_its_place() -> None:
 
     assert "/deliver/three" in problems({"three": "s3://b/k"})
     assert "write http" in problems({"one": "ftp://x/y"})
-    assert "ends with /" in problems({"o*": "s3://b/k"})
+    assert "must end with '/'" in problems({"o*": "s3://b/k"})
     assert "two outputs" in problems({"one": "s3://b/k", "two": "s3://b/k"})
     assert "deliver" in problems({"one": 3})
 

@@ -1,7 +1,8 @@
-"""A workflow document → the model, or every problem in it at once.
+"""Reads a workflow document into the model, or reports every problem in it at once.
 
-Each task is checked by itself, so that a mistake in one hides none in the others; then what lies
-between tasks is resolved: files, globs, results, `after`, and the cycle if there is one.
+Each task is checked by itself, so that a mistake in one hides none in the others. After that the
+references between tasks are resolved: files, globs, results and `after`. Last, a circular
+dependency is reported if there is one.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .schema import (
 
 GLOB_MATCHES_MAX = 5_000_000
 TASK_ID_MAX = 400
-#: all tasks' commands, variables and arguments, written out
+#: commands, environment variables and arguments of all tasks, expanded
 EXPANDED_BYTES_MAX = 256 * 2**20
-#: looking for the name somebody meant is dear; after so many mistakes it is not done any more
+#: to search for the name that somebody meant is slow: after this many mistakes there is no search
 SUGGESTIONS_MAX = 20
 SUGGESTED_AMONG_MAX = 1000
 SUGGESTED_CHARS_MAX = 100
@@ -46,13 +47,13 @@ _SIGN = r"[^\s\x00-\x1f\x7f-\x9f]"
 _URL = re.compile(
     rf"(https?://{_HOST}([/?#]{_SIGN}*)?|s3://[^\s/\[\]\x00-\x1f\x7f-\x9f]+/{_SIGN}+|file:///{_SIGN}+)"
 )
-URL_PROBLEM = "write http(s)://host/…, s3://bucket/key or file:///path"
-_NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have none
+URL_PROBLEM = "unsupported URL: write http(s)://host/…, s3://bucket/key or file:///path"
+_NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have no references or no `env`
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def parse(text: str | bytes, *, json_only: bool = False, client: bool = False) -> Workflow:
-    """Read YAML or JSON; `client` allows inputs by `path`, for the side that has the files."""
+    """Reads YAML or JSON. `client` allows inputs by `path`: only the client has the files."""
     value, lines = tree.read(text, json_only)
     return from_value(value, lines, client=client)
 
@@ -65,7 +66,7 @@ def from_value(
     policy_problem: Callable[[str], str | None] = lambda text: None,
     rank_problem: Callable[[str], str | None] = lambda text: None,
 ) -> Workflow:
-    """`policy_problem` and `rank_problem` say what is wrong with what is read by others."""
+    """`policy_problem` and `rank_problem` check the texts that other packages parse."""
     reader = _DocumentReader(Problems(lines), client)
     reader.policy_problem = policy_problem
     reader.rank_problem = rank_problem
@@ -73,7 +74,7 @@ def from_value(
 
 
 def _quoted(name: str) -> str:
-    """As a part of a URL."""
+    """A file's name, escaped for a URL."""
     return "".join(
         c
         if c.isascii() and (c.isalnum() or c in "-._~/")
@@ -82,48 +83,50 @@ def _quoted(name: str) -> str:
     )
 
 
-def _needs(found: NeedsDocument) -> TaskNeeds:
+def _needs(spec: NeedsDocument) -> TaskNeeds:
     return TaskNeeds(
-        found.cpus,
-        found.memory,
-        found.disk,
-        found.gpus,
-        found.arch,
-        found.os,
-        found.site,
-        found.speed,
-        tuple(sorted(set(found.labels))),
-        tuple(sorted(set(found.software))),
+        spec.cpus,
+        spec.memory,
+        spec.disk,
+        spec.gpus,
+        spec.arch,
+        spec.os,
+        spec.site,
+        spec.speed,
+        tuple(sorted(set(spec.labels))),
+        tuple(sorted(set(spec.software))),
     )
 
 
-def _fixed_bytes(found: TaskDocument) -> int:
-    """Of each task of a template, besides its command."""
-    env = sum(len(k) + len(v) for k, v in found.env.items())
-    for other in found.alternatives:
+def _fixed_bytes(spec: TaskDocument) -> int:
+    """The size of each task of a template, without its command."""
+    env = sum(len(k) + len(v) for k, v in spec.env.items())
+    for other in spec.alternatives:
         env += sum(map(len, other.command)) + sum(len(k) + len(v) for k, v in other.env.items())
-    return 200 + env + _weight([found.args, found.kwargs], {})
+    return 200 + env + _weight([spec.args, spec.kwargs], {})
 
 
 def _weight(value: Any, known: dict[int, int]) -> int:
-    """About how many bytes a value takes when it is copied, as if nothing in it were shared;
-    `known`: what was weighed before, as aliases make a value of a few bytes that has millions."""
+    """About how many bytes a value takes when it is copied, as if nothing in it were shared.
+
+    `known` has the parts weighed before: with aliases, a document of a few bytes can stand for
+    millions of values."""
     kind = type(value)
     if kind is str:
         return 50 + len(value)
     if kind is not list and kind is not dict:
         return 32
-    found = known.get(id(value))
-    if found is None:
-        found = 64
+    weight = known.get(id(value))
+    if weight is None:
+        weight = 64
         for child in value if kind is list else (*value, *value.values()):
-            found += _weight(child, known)
-        known[id(value)] = found
-    return found
+            weight += _weight(child, known)
+        known[id(value)] = weight
+    return weight
 
 
 def _is_plain(value: Any, known: set[int]) -> bool:
-    """Without a placeholder anywhere: all tasks of a template may share it."""
+    """Whether there is no placeholder in it: all tasks of a template may share such a value."""
     kind = type(value)
     if kind is str:
         return "{" not in value
@@ -141,10 +144,10 @@ class _DocumentReader:
         self.rank_problem: Callable[[str], str | None] = lambda text: None
         self.inputs: dict[str, Source] = {}
         self.tasks: dict[str, Task] = {}
-        self.places: dict[str, Path] = {}  # task → where its template stands
+        self.places: dict[str, Path] = {}  # task → the place of its template
         self.templates: dict[str, list[str]] = {}
         self.referring: set[str] = set()  # templates with `{result: …}` in them
-        self.broken: set[str] = set()  # templates that could not be read: no follow-up problems
+        self.broken: set[str] = set()  # unreadable templates: references to them are no problems
         self.producers: dict[str, str] = {}
         self.parents: dict[str, tuple[str, ...]] = {}
         self.globs: dict[str, tuple[str, ...]] = {}
@@ -155,23 +158,23 @@ class _DocumentReader:
 
     def read(self, value: Any) -> Workflow:
         if not isinstance(value, dict):
-            self.problems.add((), "a workflow document is a mapping with `name` and `tasks`")
+            self.problems.add((), "a workflow document must be a mapping with `name` and `tasks`")
             self.problems.check()
         head = self._head(value)
-        for name, found in _mapping(value.get("inputs")).items():
-            self._input(name, found)
-        for name, found in _mapping(value.get("tasks")).items():
-            self._template(name, found)
+        for name, content in _mapping(value.get("inputs")).items():
+            self._input(name, content)
+        for name, content in _mapping(value.get("tasks")).items():
+            self._template(name, content)
         for task in list(self.tasks.values()):
             self._resolve(task)
-        self._tie()
+        self._join_gangs()
         self._check_branches()
         deliver = self._deliver(_mapping(value.get("deliver")))
         ordered = plan.order(self.parents)
         loop = plan.cycle(self.parents) if len(ordered) < len(self.parents) else None
         if loop:
             place = self.places[loop[0]]
-            self.problems.add(place, "the tasks depend on each other: " + " → ".join(loop))
+            self.problems.add(place, "circular dependency: " + " → ".join(loop))
         self.problems.check()
         return Workflow(
             name=head["name"],
@@ -189,7 +192,7 @@ class _DocumentReader:
         )
 
     def _head(self, value: dict[str, Any]) -> dict[str, Any]:
-        # inputs and tasks are checked one by one below; here only that they are what they are
+        # inputs and tasks are checked one by one later; here only that each is a mapping
         shell = {**value}
         for key in ("inputs", "tasks"):
             if isinstance(shell.get(key), dict):
@@ -197,7 +200,15 @@ class _DocumentReader:
         self._valid(WorkflowDocument, shell, ())
         name = value.get("name")
         if isinstance(name, str) and not name.isprintable():
-            self.problems.add(("name",), "a name has no line breaks or control characters")
+            self.problems.add(("name",), "name must not contain line breaks or control characters")
+        self._check_rules(value)
+        self._check_strategy(value.get("strategy", "auto"))
+        deadline = value.get("deadline")
+        if isinstance(deadline, str | int | float) and not _is_deadline(deadline):
+            self.problems.add(("deadline",), f"deadline must be {_UNIONS['deadline']}")
+        return value
+
+    def _check_rules(self, value: dict[str, Any]) -> None:
         policies = value.get("policies")
         for index, text in enumerate(policies if isinstance(policies, list) else ()):
             trouble = self.policy_problem(text) if isinstance(text, str) else None
@@ -207,51 +218,52 @@ class _DocumentReader:
         trouble = self.rank_problem(rank) if isinstance(rank, str) and rank else None
         if trouble:
             self.problems.add(("rank",), trouble)
-        strategy = value.get("strategy", "auto")
+
+    def _check_strategy(self, strategy: Any) -> None:
         if isinstance(strategy, str) and strategy not in strategies.names():
             known = ", ".join(strategies.names())
-            self.problems.add(("strategy",), f"unknown strategy {strategy!r}; there are: {known}")
-        deadline = value.get("deadline")
-        if isinstance(deadline, str | int | float) and not _is_deadline(deadline):
-            self.problems.add(
-                ("deadline",), "a duration from submission such as 10m, or a timestamp (ISO 8601)"
-            )
-        return value
+            self.problems.add(("strategy",), f"unknown strategy {strategy!r}; choose from: {known}")
 
-    def _deliver(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Each output that is named, with all of its destination."""
-        found: dict[str, str] = {}
-        for name, url in given.items():
-            path: Path = ("deliver", name)
-            if not isinstance(url, str):
-                continue  # the schema has said so
-            if not _URL.fullmatch(url) or len(url) > 1000:
-                self.problems.add(path, URL_PROBLEM)
-                continue
-            pattern = any(c in name for c in "*?[")
-            made = fnmatch.filter(self.producers, name) if pattern else [name]
-            if pattern and not url.endswith("/"):
-                self.problems.add(path, "of a glob the URL ends with /, and names are added to it")
-            elif not made or made[0] not in self.producers:
-                self.problems.add(path, f"no task makes {name}")
-            else:
-                found.update(
-                    (one, url + _quoted(one) if url.endswith("/") else url) for one in made
-                )
-        twice = [url for url, count in Counter(found.values()).items() if count > 1]
-        if twice:
-            self.problems.add(("deliver",), f"two outputs would be written to {twice[0]}")
-        return found
+    def _deliver(self, deliver: Mapping[str, Any]) -> dict[str, str]:
+        """Each output to deliver, with its complete destination."""
+        destinations: dict[str, str] = {}
+        for name, url in deliver.items():
+            if isinstance(url, str):  # otherwise the schema has reported it
+                destinations.update(self._destinations(name, url))
+        duplicates = [url for url, count in Counter(destinations.values()).items() if count > 1]
+        if duplicates:
+            self.problems.add(("deliver",), f"two outputs would be written to {duplicates[0]}")
+        return destinations
+
+    def _destinations(self, name: str, url: str) -> dict[str, str]:
+        """The outputs that one entry of `deliver` names."""
+        path: Path = ("deliver", name)
+        if not _URL.fullmatch(url) or len(url) > 1000:
+            self.problems.add(path, URL_PROBLEM)
+            return {}
+        outputs = [name]
+        if names.is_glob(name):
+            if not url.endswith("/"):
+                trouble = "the URL for a glob must end with '/': file names are appended to it"
+                self.problems.add(path, trouble)
+                return {}
+            outputs = fnmatch.filter(self.producers, name)
+        if not outputs or outputs[0] not in self.producers:
+            self.problems.add(path, f"no task makes {name!r}")
+            return {}
+        if url.endswith("/"):
+            return {output: url + _quoted(output) for output in outputs}
+        return dict.fromkeys(outputs, url)
 
     def _valid(self, model: type[_Model], value: Any, path: Path) -> _Model | None:
         if not isinstance(value, dict):
-            self.problems.add(path, f"a mapping is expected, not {_kind(value)}")
+            self.problems.add(path, f"{_TITLES[model]} must be a mapping, not {_kind(value)}")
             return None
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            for found in error.errors(include_url=False):
-                self.problems.add((*path, *_place(found["loc"])), _message(found, model))
+            for row in error.errors(include_url=False):
+                self.problems.add((*path, *_place(row["loc"])), _message(row, model))
             return None
 
     def _input(self, name: str, value: Any) -> None:
@@ -259,130 +271,148 @@ class _DocumentReader:
         trouble = names.file_problem(name)
         if trouble:
             self.problems.add(path, trouble)
-        found = self._valid(InputDocument, value, path)
-        if found is None:
+        spec = self._valid(InputDocument, value, path)
+        if spec is None:
             self.inputs.setdefault(name, Source("text", ""))  # no follow-up problems
             return
-        given = [(k, v) for k, v in found if v is not None]
-        if len(given) != 1:
-            self.problems.add(path, "exactly one of path, text, url, blob and size is given")
-            given = [("text", "")]
-        kind, content = given[0]
-        if kind == "path" and not self.client:
-            self.problems.add(
-                (*path, "path"),
-                "a path is read by the client: upload the file with PUT /v1/blobs/{hash} "
-                "and write {blob: 'sha256:…'}, or use `valence submit`",
-            )
-        elif kind == "blob" and not _BLOB.fullmatch(content):
-            self.problems.add((*path, "blob"), "a blob is named sha256: and 64 hexadecimal digits")
-        elif kind == "url" and not _URL.fullmatch(content):
-            self.problems.add((*path, "url"), URL_PROBLEM)
+        sources = [(k, v) for k, v in spec if v is not None]
+        if len(sources) != 1:
+            self.problems.add(path, "give exactly one of path, text, url, blob and size")
+            sources = [("text", "")]
+        kind, content = sources[0]
+        trouble = self._source_problem(kind, content)
+        if trouble:
+            self.problems.add((*path, kind), trouble)
         self.inputs[name] = Source(kind, str(content))  # type: ignore[arg-type]
+
+    def _source_problem(self, kind: str, content: Any) -> str | None:
+        if kind == "path" and not self.client:
+            return (
+                "only a client can read a path: use `valence submit`, or upload the file with "
+                "PUT /v1/blobs/{hash} and write {blob: 'sha256:…'}"
+            )
+        if kind == "blob" and not _BLOB.fullmatch(content):
+            return "blob must be sha256: followed by 64 hexadecimal digits"
+        if kind == "url" and not _URL.fullmatch(content):
+            return URL_PROBLEM
+        return None
 
     def _template(self, name: str, value: Any) -> None:
         path: Path = ("tasks", name)
-        made: list[str] = []
         trouble = names.task_problem(name)
         if trouble:
             self.problems.add(path, trouble)
-        found = self._valid(TaskDocument, value, path)
-        if found is None:
+        spec = self._valid(TaskDocument, value, path)
+        if spec is None:
             self.broken.add(name)
-            # its outputs still count, so that those who read them get no problem of their own
-            outputs = value.get("outputs") if isinstance(value, dict) else None
-            for output in outputs if isinstance(outputs, list) else ():
-                if isinstance(output, str):
-                    self.producers.setdefault(output, name)
+            self._keep_outputs(name, value)
             return
-        self._check_template(found, path)
-        plain = _is_plain([found.args, found.kwargs], set())
-        shared = _needs(found.needs), _fixed_bytes(found), plain
-        if next(references([found.args, found.kwargs], ()), None) is not None:
+        self._check_template(spec, path)
+        plain = _is_plain([spec.args, spec.kwargs], set())
+        shared = _needs(spec.needs), _fixed_bytes(spec), plain
+        if next(references([spec.args, spec.kwargs], ()), None) is not None:
             self.referring.add(name)
-        if found.foreach is None:
-            made += self._add_all("", {}, name, found, shared, path)
-        else:
-            for item, variables in items(found.foreach, (*path, "foreach"), self.problems):
-                if len(self.tasks) > TASKS_MAX:
-                    break
-                made += self._add_all(item, variables, name, found, shared, path)
-            if not made:
-                self.broken.add(name)
+        made: list[str] = []
+        for item, variables in self._items(spec, path):
+            if spec.foreach is not None and len(self.tasks) > TASKS_MAX:
+                break
+            made += self._add_all(item, variables, name, spec, shared, path)
+        if not made:
+            self.broken.add(name)
         if len(self.tasks) > TASKS_MAX >= len(self.tasks) - len(made):
-            self.problems.add(path, f"at most {TASKS_MAX:,} tasks are read")
+            self.problems.add(path, f"too many tasks: the limit is {TASKS_MAX:,}")
         self.templates[name] = made
+
+    def _items(self, spec: TaskDocument, path: Path) -> list[tuple[str, dict[str, Any]]]:
+        if spec.foreach is None:
+            return [("", {})]
+        return items(spec.foreach, (*path, "foreach"), self.problems)
+
+    def _keep_outputs(self, name: str, value: Any) -> None:
+        """The outputs of a template that can't be read, so that tasks that read them get no problem
+        of their own."""
+        outputs = value.get("outputs") if isinstance(value, dict) else None
+        for output in outputs if isinstance(outputs, list) else ():
+            if isinstance(output, str):
+                self.producers.setdefault(output, name)
 
     def _add_all(
         self,
         item: str,
         variables: dict[str, Any],
         name: str,
-        found: TaskDocument,
+        spec: TaskDocument,
         shared: tuple[TaskNeeds, int, bool],
         path: Path,
     ) -> list[str]:
-        """One task; or as many as run at different peers at once."""
-        if found.peers == 1:
+        """One task; or, with `peers`, one for each of the peers that it runs on at once."""
+        if spec.peers == 1:
             gang = [f"{name}[{item}]" if item else name]
             sub = Substitution(variables, self._expand)
-            self._add(gang[0], name, found, shared, sub, path)
+            self._add(gang[0], name, spec, shared, sub, path)
             return gang
-        gang = [f"{name}[{item}{',' if item else ''}rank={rank}]" for rank in range(found.peers)]
-        tied = tuple(gang)
+        gang = [f"{name}[{item}{',' if item else ''}rank={rank}]" for rank in range(spec.peers)]
+        members = tuple(gang)
         for rank, task in enumerate(gang):
             sub = Substitution({**variables, "rank": rank}, self._expand)
-            self._add(task, name, found, shared, sub, path, tied)
+            self._add(task, name, spec, shared, sub, path, members)
         return gang
 
     def _expand(self, more: int) -> None:
-        """Tasks are written out: so many bytes more."""
+        """Counts the bytes of expanded tasks: so many more."""
         self.expanded_bytes += more
         if self.expanded_bytes > EXPANDED_BYTES_MAX:
             limit = f"{EXPANDED_BYTES_MAX:,}"
-            self.problems.add(("tasks",), f"all tasks written out have more than {limit} bytes")
+            self.problems.add(("tasks",), f"expanded, the tasks take more than {limit} bytes")
             self.problems.check()
 
-    def _check_template(self, found: TaskDocument, path: Path) -> None:
-        problems = self.problems
-        for index, other in enumerate(found.alternatives):
+    def _check_template(self, spec: TaskDocument, path: Path) -> None:
+        for index, other in enumerate(spec.alternatives):
             place = (*path, "alternatives", index)
-            if found.command is None:
-                problems.add(place, "only a command has alternatives")
+            if spec.command is None:
+                self.problems.add(place, "only a command can have alternatives")
             self._check_command(other.command, (*place, "command"))
             self._check_environment(other.env, (*place, "env"))
-        if found.peers > 1 and found.command is None:
-            problems.add((*path, "peers"), "only a command can run at several peers at once")
-        if found.peers > 1 and isinstance(found.foreach, dict) and "rank" in found.foreach:
-            problems.add((*path, "foreach", "rank"), "{rank} is what `peers` counts")
-        if (found.command is None) == (found.call is None):
-            problems.add(path, "a task has either a command or a call")
-        if found.command is not None:
-            self._check_command(found.command, (*path, "command"))
-            for key in ("args", "kwargs"):
-                if getattr(found, key):
-                    problems.add((*path, key), "only a call has arguments of this kind")
-        for key in ("args", "kwargs"):
-            for place in _huge_integers(getattr(found, key), (*path, key)):
-                problems.add(place, "an integer has at most 64 bits")
-        if found.call is not None:
-            trouble = names.call_problem(found.call)
-            if trouble:
-                problems.add((*path, "call"), trouble)
-        self._check_environment(found.env, (*path, "env"))
+        if spec.peers > 1:
+            self._check_gang(spec, path)
+        self._check_work(spec, path)
+        self._check_environment(spec.env, (*path, "env"))
         for key in ("labels", "software"):
-            for index, label in enumerate(getattr(found.needs, key)):
+            for index, label in enumerate(getattr(spec.needs, key)):
                 trouble = names.label_problem(label)
                 if trouble:
-                    problems.add((*path, "needs", key, index), trouble)
-        if found.timeout == 0:
-            problems.add((*path, "timeout"), "a time-out is longer than nothing")
+                    self.problems.add((*path, "needs", key, index), trouble)
+        if spec.timeout == 0:
+            self.problems.add((*path, "timeout"), "timeout must be longer than 0")
+
+    def _check_gang(self, spec: TaskDocument, path: Path) -> None:
+        if spec.command is None:
+            self.problems.add((*path, "peers"), "only a command can run on several peers at once")
+        if isinstance(spec.foreach, dict) and "rank" in spec.foreach:
+            trouble = "choose another name: with `peers`, {rank} is the number of the peer"
+            self.problems.add((*path, "foreach", "rank"), trouble)
+
+    def _check_work(self, spec: TaskDocument, path: Path) -> None:
+        """The command or the call."""
+        if (spec.command is None) == (spec.call is None):
+            self.problems.add(path, "a task must have either a command or a call")
+        if spec.command is not None:
+            self._check_command(spec.command, (*path, "command"))
+            for key in ("args", "kwargs"):
+                if getattr(spec, key):
+                    self.problems.add((*path, key), f"only a call takes {key}")
+        for key in ("args", "kwargs"):
+            for place in _huge_integers(getattr(spec, key), (*path, key)):
+                self.problems.add(place, "integers are limited to 64 bits")
+        trouble = None if spec.call is None else names.call_problem(spec.call)
+        if trouble:
+            self.problems.add((*path, "call"), trouble)
 
     def _check_command(self, command: list[str], path: Path) -> None:
         if not command or not command[0]:
-            self.problems.add(path, "a command has at least the program's name")
+            self.problems.add(path, "command must name at least the program to run")
         if sum(len(word.encode()) + 1 for word in command) > COMMAND_BYTES_MAX:
-            self.problems.add(path, f"at most {COMMAND_BYTES_MAX:,} bytes")
+            self.problems.add(path, f"command is limited to {COMMAND_BYTES_MAX:,} bytes")
 
     def _check_environment(self, env: dict[str, str], path: Path) -> None:
         for variable in env:
@@ -394,7 +424,7 @@ class _DocumentReader:
         self,
         task: str,
         template: str,
-        found: TaskDocument,
+        spec: TaskDocument,
         shared: tuple[TaskNeeds, int, bool],
         sub: Substitution,
         path: Path,
@@ -402,70 +432,61 @@ class _DocumentReader:
     ) -> None:
         needs, fixed_bytes, plain = shared
         self._expand(200 if plain else fixed_bytes)
-        inputs, outputs = sub.texts(found.inputs), sub.texts(found.outputs)
-        for key, listed in (("inputs", inputs), ("outputs", outputs)):
-            if not listed:
-                continue
-            seen: set[str] = set()
-            for index, name in enumerate(listed):
-                trouble = names.file_problem(name)
-                if name in seen:
-                    trouble = f"{name!r} stands twice"
-                seen.add(name)
-                if trouble:
-                    self.problems.add((*path, key, index), f"{trouble}{_of(task, template)}")
-        for index, name in enumerate(outputs):
-            maker = self.producers.setdefault(name, task)
-            if maker != task:
-                self.problems.add(
-                    (*path, "outputs", index),
-                    f"{name!r} is made by {maker} already{_of(task, template)}",
-                )
-            elif name in self.inputs:
-                self.problems.add(
-                    (*path, "outputs", index), f"{name!r} is an input of the workflow already"
-                )
+        inputs, outputs = sub.texts(spec.inputs), sub.texts(spec.outputs)
+        self._check_files(inputs, (*path, "inputs"), task, template)
+        self._check_files(outputs, (*path, "outputs"), task, template)
+        self._add_outputs(outputs, (*path, "outputs"), task, template)
         if len(task) > TASK_ID_MAX:
             self.problems.add(
-                (*path, "foreach"), f"a task's id has at most {TASK_ID_MAX} characters"
+                (*path, "foreach"),
+                f"a task's id is limited to {TASK_ID_MAX} characters: shorten the items",
             )
         self.places[task] = path
-        command = None if found.command is None else sub.texts(found.command)
+        command = None if spec.command is None else sub.texts(spec.command)
         if command and sum(map(len, command)) > COMMAND_BYTES_MAX:
-            place = (*path, "command")
-            self.problems.add(place, f"at most {COMMAND_BYTES_MAX:,} bytes{_of(task, template)}")
+            trouble = f"command is limited to {COMMAND_BYTES_MAX:,} bytes{_of(task, template)}"
+            self.problems.add((*path, "command"), trouble)
         self.tasks[task] = Task(
             id=task,
             template=template,
             command=command,
-            call=found.call,
-            args=tuple(found.args if plain else sub.value(found.args)),
+            call=spec.call,
+            args=tuple(spec.args if plain else sub.value(spec.args)),
             references=_NOTHING,
-            kwargs=found.kwargs if plain else sub.value(found.kwargs),
-            env={k: sub.text(v) for k, v in found.env.items()} if found.env else _NOTHING,
+            kwargs=spec.kwargs if plain else sub.value(spec.kwargs),
+            env={k: sub.text(v) for k, v in spec.env.items()} if spec.env else _NOTHING,
             inputs=inputs,
             outputs=outputs,
-            after=sub.texts(found.after),
+            after=sub.texts(spec.after),
             needs=needs,
-            runtime_s=found.runtime,
-            timeout_s=found.timeout,
-            retries=found.retries,
-            network=found.network,
-            alternatives=tuple(
-                Alternative(
-                    sub.texts(other.command),
-                    {k: sub.text(v) for k, v in (other.env or found.env).items()},
-                    needs if other.needs is None else _needs(other.needs),
-                    found.timeout if other.timeout is None else other.timeout,
-                )
-                for other in found.alternatives
-            ),
-            branch=sub.text(found.branch),
+            runtime_s=spec.runtime,
+            timeout_s=spec.timeout,
+            retries=spec.retries,
+            network=spec.network,
+            alternatives=_alternatives(spec, needs, sub) if spec.alternatives else (),
+            branch=sub.text(spec.branch),
             gang=gang,
         )
 
+    def _check_files(self, files: tuple[str, ...], path: Path, task: str, template: str) -> None:
+        seen: set[str] = set()
+        for index, name in enumerate(files):
+            trouble = f"duplicate file {name!r}" if name in seen else names.file_problem(name)
+            seen.add(name)
+            if trouble:
+                self.problems.add((*path, index), f"{trouble}{_of(task, template)}")
+
+    def _add_outputs(self, outputs: tuple[str, ...], path: Path, task: str, template: str) -> None:
+        for index, name in enumerate(outputs):
+            maker = self.producers.setdefault(name, task)
+            if maker != task:
+                trouble = f"{name!r} is already made by {maker}{_of(task, template)}"
+                self.problems.add((*path, index), trouble)
+            elif name in self.inputs:
+                self.problems.add((*path, index), f"{name!r} is already an input of the workflow")
+
     def _check_branches(self) -> None:
-        """All of a branch have the same number of other ways."""
+        """All tasks of a branch must have the same number of alternatives."""
         first: dict[str, Task] = {}
         for task in self.tasks.values():
             if not task.branch:
@@ -473,33 +494,41 @@ class _DocumentReader:
             other = first.setdefault(task.branch, task)
             place = (*self.places[task.id], "branch")
             if not task.alternatives:
-                self.problems.add(place, "a task of a branch has alternatives")
+                self.problems.add(place, "a task of a branch must have alternatives")
             elif task.gang:
-                self.problems.add(place, "what runs at several peers at once is of no branch")
+                self.problems.add(
+                    place, "a task that runs on several peers at once can't belong to a branch"
+                )
             elif len(task.alternatives) != len(other.alternatives):
                 self.problems.add(
                     place,
-                    f"it has {len(task.alternatives)} alternatives, {other.id} of the same branch "
-                    f"has {len(other.alternatives)}: they go from one to the next together",
+                    "the tasks of a branch must have the same number of alternatives: "
+                    f"{task.id} has {len(task.alternatives)}, "
+                    f"{other.id} has {len(other.alternatives)}",
                 )
 
-    def _tie(self) -> None:
-        """What runs at once begins at once, and only all of it has made what others wait for."""
-        # (each is met once, by its first: to hash it for each of its tasks would cost its square)
+    def _join_gangs(self) -> None:
+        """A gang starts as one, and what depends on one of its tasks depends on all of them."""
+        # (each is met once, at its first task: to hash it for every task would take time that grows
+        # with the square of its size)
         gangs = [task.gang for task in self.tasks.values() if task.gang[:1] == (task.id,)]
         for gang in gangs:
-            members = frozenset(gang)
-            above = dict.fromkeys(p for task in gang for p in self.parents[task])
-            self._count_edges(len(above) * len(gang) - sum(len(self.parents[t]) for t in gang))
-            for task in gang:
-                inner = next((p for p in self.parents[task] if p in members), None)
-                if inner is not None:
-                    self.problems.add(
-                        self.places[task], f"{task} waits for {inner}, which runs at once"
-                    )
-            self.parents.update(dict.fromkeys(gang, tuple(p for p in above if p not in members)))
-        if not gangs:
-            return
+            self._share_parents(gang)
+        if gangs:
+            self._depend_on_whole_gangs()
+
+    def _share_parents(self, gang: tuple[str, ...]) -> None:
+        members = frozenset(gang)
+        above = dict.fromkeys(p for task in gang for p in self.parents[task])
+        self._count_edges(len(above) * len(gang) - sum(len(self.parents[t]) for t in gang))
+        for task in gang:
+            inner = next((p for p in self.parents[task] if p in members), None)
+            if inner is not None:
+                trouble = f"{task} can't wait for {inner}: they run at the same time"
+                self.problems.add(self.places[task], trouble)
+        self.parents.update(dict.fromkeys(gang, tuple(p for p in above if p not in members)))
+
+    def _depend_on_whole_gangs(self) -> None:
         for task, parents in self.parents.items():
             if any(self.tasks[p].gang for p in parents):
                 wide = dict.fromkeys(m for p in parents for m in self.tasks[p].gang or (p,))
@@ -513,51 +542,60 @@ class _DocumentReader:
             self.problems.check()
 
     def _resolve(self, task: Task) -> None:
-        """Files, results and `after` of one task → its parents."""
+        """The files, results and `after` of one task, as its parents."""
         path = self.places[task.id]
         parents: dict[str, None] = {}
+        files = self._resolve_inputs(task, (*path, "inputs"), parents)
+        results = self._resolve_results(task, path, parents)
+        self._resolve_after(task, (*path, "after"), parents)
+        self._count_edges(len(parents) + len(files), path)
+        if results or files != task.inputs:
+            self.tasks[task.id] = _replace(task, inputs=files, references=results)
+        self.parents[task.id] = tuple(parents)
+
+    def _resolve_inputs(self, task: Task, path: Path, parents: dict[str, None]) -> tuple[str, ...]:
         files: dict[str, None] = {}
         for index, name in enumerate(task.inputs):
-            matched = self._files(name, task)
-            if not matched:
+            matches = self._files(name, task)
+            if not matches:
                 known = self._to_suggest(self.producers, self.inputs)
-                self.problems.add(
-                    (*path, "inputs", index),
-                    _unknown_file(name, known) + _of(task.id, task.template),
-                )
-            for file in matched:
+                trouble = _unknown_file(name, known) + _of(task.id, task.template)
+                self.problems.add((*path, index), trouble)
+            for file in matches:
                 files[file] = None
                 maker = self.producers.get(file)
                 if maker in self.tasks:
                     parents[maker] = None
-        found = {}
+        return tuple(files)
+
+    def _resolve_results(
+        self, task: Task, path: Path, parents: dict[str, None]
+    ) -> dict[str, Reference]:
+        results: dict[str, Reference] = {}
         pair = [list(task.args), dict(task.kwargs)] if task.template in self.referring else ()
         for where, ref in references(pair, ()):
             # the pair [args, kwargs] was only for the walk: name the place as the user wrote it
             place = (*path, "args" if where[0] == 0 else "kwargs", *where[1:])
-            target = self._reference(ref, place, task)
+            target = self._reference(ref, place)
             if target is not None:
-                found[str(ref)] = target
+                results[str(ref)] = target
                 parents.update(dict.fromkeys(target.tasks))
+        return results
+
+    def _resolve_after(self, task: Task, path: Path, parents: dict[str, None]) -> None:
         for index, name in enumerate(task.after):
             if name in self.broken:
                 continue
-            listed = self.templates.get(name) or ([name] if name in self.tasks else None)
-            if listed is None:
-                self.problems.add(
-                    (*path, "after", index),
-                    _unknown("task", name, self._to_suggest(self.templates)),
-                )
+            tasks = self.templates.get(name) or ([name] if name in self.tasks else None)
+            if tasks is None:
+                known = self._to_suggest(self.templates)
+                self.problems.add((*path, index), _unknown("task", name, known))
             else:
-                parents.update(dict.fromkeys(listed))
-        self._count_edges(len(parents) + len(files), path)
-        if found or tuple(files) != task.inputs:
-            self.tasks[task.id] = _replace(task, inputs=tuple(files), references=found)
-        self.parents[task.id] = tuple(parents)
+                parents.update(dict.fromkeys(tasks))
 
     def _to_suggest(self, *known: Mapping[str, Any]) -> list[str]:
-        """What may have been meant. Also a mistake that is told once may be made by each of
-        thousands of tasks: it is looked for a few times only."""
+        """Names that may have been meant, for the first few mistakes only: thousands of tasks may
+        make the same one, even though it is reported once."""
         self.suggested += 1
         if self.suggested > SUGGESTIONS_MAX:
             return []
@@ -578,9 +616,9 @@ class _DocumentReader:
         own = set(task.outputs)
         return tuple(file for file in self.globs[name] if file not in own)
 
-    def _reference(self, ref: Any, place: Path, task: Task) -> Reference | None:
+    def _reference(self, ref: Any, place: Path) -> Reference | None:
         if not isinstance(ref, str):
-            self.problems.add(place, "a result is named by its task")
+            self.problems.add(place, "write the name of one task: {result: TASK}")
             return None
         if ref in self.broken:
             return None
@@ -593,54 +631,117 @@ class _DocumentReader:
             self.problems.add(place, _unknown("task", ref, self._to_suggest(self.templates)))
             return None
         if self.tasks[targets[0]].call is None:
-            self.problems.add(place, f"{ref} is a command: only calls have a value; use its files")
+            self.problems.add(place, f"{ref} is a command; only calls return values: use its files")
             return None
         return Reference(targets, many)
 
 
+def _alternatives(
+    spec: TaskDocument, needs: TaskNeeds, sub: Substitution
+) -> tuple[Alternative, ...]:
+    return tuple(
+        Alternative(
+            sub.texts(other.command),
+            {k: sub.text(v) for k, v in (other.env or spec.env).items()},
+            needs if other.needs is None else _needs(other.needs),
+            spec.timeout if other.timeout is None else other.timeout,
+        )
+        for other in spec.alternatives
+    )
+
+
 def _place(loc: tuple[int | str, ...]) -> Path:
-    # pydantic names the branch of a union it tried, as in `foreach, list[any]`
-    return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\]]|^int$|^str$", p)))
+    # pydantic names the branch of a union that it tried, as in `foreach, list[any]`
+    return loc[:1] if loc[0] in _UNIONS else tuple(p for p in loc if p != "[key]")
 
 
-def _message(found: Any, model: type[BaseModel]) -> str:
-    kind, loc = found["type"], found["loc"]
+_TITLES: Mapping[type[BaseModel], str] = {
+    WorkflowDocument: "a workflow document",
+    InputDocument: "an input",
+    TaskDocument: "a task",
+}
+#: keys with values of several kinds: pydantic reports a problem for each
+_UNIONS = {
+    "foreach": "a list, a mapping of lists or a whole number",
+    "deadline": "a duration from submission such as 10m, or a timestamp (ISO 8601)",
+}
+_TYPES = {
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+}
+#: pydantic's other problems, in words: filled in from their context
+_LIMITS = {
+    "greater_than_equal": "must be at least {ge}, not {value}",
+    "less_than_equal": "must be at most {le}, not {value}",
+    "string_too_short": "must have at least {min_length} character",
+    "string_too_long": "must have at most {max_length:,} characters",
+    "too_short": "must have at least {min_length} entry",
+    "too_long": "must have at most {max_length:,} entries",
+    "literal_error": "must be {expected}, not {value}",
+}
+
+
+def _message(row: Any, model: type[BaseModel]) -> str:
+    """One of pydantic's problems in the words of a document."""
+    kind, loc, value = row["type"], row["loc"], row["input"]
+    key = loc[-1] if isinstance(loc[-1], str) else "this entry"
+    if loc[0] in _UNIONS:
+        return f"{loc[0]} must be {_UNIONS[loc[0]]}, not {_kind(value)}"
     if kind == "extra_forbidden":
         for part in loc[:-1]:
             model = {"needs": NeedsDocument}.get(str(part), model)
         return _unknown("key", str(loc[-1]), list(model.model_fields))
     if kind == "missing":
-        return "this key is missing"
-    if kind == "too_short":
-        return "at least 1 entry is needed"
+        return f"the key {key!r} is missing"
     if kind == "value_error":
-        return str(found["ctx"]["error"])
-    message = str(found["msg"])
-    return message[:1].lower() + message[1:] + f", not {_kind(found['input'])}"
+        return str(row["ctx"]["error"])
+    if kind in _LIMITS:
+        return f"{key} {_LIMITS[kind].format_map({**row['ctx'], 'value': _kind(value)})}"
+    if kind in _TYPES:
+        wanted = "a list or text" if key == "command" else _TYPES[kind]
+        return f"{key} must be {wanted}{_instead(wanted, value)}"
+    message = str(row["msg"])
+    return message[:1].lower() + message[1:] + f", not {_kind(value)}"
+
+
+def _instead(wanted: str, value: Any) -> str:
+    if wanted.endswith("text") and isinstance(value, bool | int | float):
+        return f'; put "{_kind(value)}" in quotes'
+    return f", not {_kind(value)}"
 
 
 def _kind(value: Any) -> str:
     if value is None:
         return "nothing"
-    text = repr(value)
-    kinds = {dict: "a mapping", list: "a list", str: "the text", bool: "the truth value"}
-    kind = kinds.get(type(value), "the number")
-    return kind if isinstance(value, dict | list) else f"{kind} {text[:40]}"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)[:40]
+    return f"the text {text}" if isinstance(value, str) else text
 
 
-def _unknown(what: str, name: str, known: list[str]) -> str:
+def _unknown(noun: str, name: str, known: list[str]) -> str:
     close = _close(name, known)
     if close:
-        return f"unknown {what} {name!r}; did you mean {close[0]!r}?"
+        return f"unknown {noun} {name!r}; did you mean {close[0]!r}?"
     if 0 < len(known) <= 20:
-        return f"unknown {what} {name!r}; there are: {', '.join(known)}"
-    return f"unknown {what} {name!r}"
+        return f"unknown {noun} {name!r}; the {noun}s are: {', '.join(known)}"
+    return f"unknown {noun} {name!r}"
 
 
 def _close(name: str, known: list[str]) -> list[str]:
     if len(name) > SUGGESTED_CHARS_MAX:
         return []
-    near = [one for one in known if abs(len(one) - len(name)) <= len(name)]
+    near = [other for other in known if abs(len(other) - len(name)) <= len(name)]
     return difflib.get_close_matches(name, near[:SUGGESTED_AMONG_MAX], n=1)
 
 
@@ -649,7 +750,7 @@ def _unknown_file(name: str, known: list[str]) -> str:
         return f"{name!r} matches no output of a task and no input of the workflow"
     close = _close(name, known)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"no task makes {name!r}, and it is no input of the workflow{hint}"
+    return f"no task makes {name!r}, and it is not an input of the workflow{hint}"
 
 
 def _of(task: str, template: str) -> str:

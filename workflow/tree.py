@@ -1,10 +1,10 @@
-"""Text → plain values with their lines. YAML's core schema and JSON, bounded and repeatable.
+"""Reads YAML (its core schema) or JSON into plain values, with the line of each value.
 
 Rules:
 - One pass over the parser's events with a stack of our own: nesting can't exhaust the C stack.
 - YAML 1.2's core types only: `no`, `12:30` and `2024-01-01` are strings, as people mean them.
 - Aliases are allowed and their expansion is counted: a "billion laughs" document is refused.
-- Doubled keys, NUL and lone surrogates are problems with a place, never a surprise further on.
+- Duplicate keys, NUL and lone surrogates are problems with a place, never a surprise later on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -21,12 +21,18 @@ from .problems import DocumentError, DocumentProblem, Path, Problems, pointer
 
 DOCUMENT_BYTES_MAX = 16 * 2**20
 DEPTH_MAX = 40
-LINES_CHARS_MAX = 32 * 2**20  # of all places whose line is remembered
+LINES_CHARS_MAX = 32 * 2**20  # total length of the places whose lines are remembered
 NODES_MAX = 1_000_000
+KEY_PROBLEM = "a key must be text, not a list or a mapping"
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,5})?")
+_CONSTANTS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _BAD_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -34,20 +40,20 @@ def read(text: str | bytes, json_only: bool = False) -> tuple[Any, dict[str, int
     """The document's value, and the line of each place in it (YAML only)."""
     size = len(text)
     if size > DOCUMENT_BYTES_MAX:
-        raise _whole(f"{size:,} bytes; at most {DOCUMENT_BYTES_MAX:,} are read")
+        raise _whole(f"too large: {size:,} bytes; the limit is {DOCUMENT_BYTES_MAX:,}")
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise _whole(f"not UTF-8 text: byte {error.start} can't be read") from None
+            raise _whole(f"not UTF-8 text: byte {error.start} is invalid") from None
     if not text.strip():
-        raise _whole("empty")
+        raise _whole("the document is empty")
     if json_only or text.lstrip()[:1] == "{":
         try:
             return _read_json(text), {}
         except _NotJson as error:
             if json_only:
-                raise _whole(f"not JSON: {error}") from None
+                raise _whole(f"not valid JSON: {error}") from None
     return _YamlReader().read(text)
 
 
@@ -60,29 +66,29 @@ class _NotJson(ValueError):
 
 
 def _read_json(text: str) -> Any:
-    doubled: list[str] = []
+    duplicates: list[str] = []
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(found)
-        if len(value) != len(found):
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
             seen: set[str] = set()
-            doubled.extend(k for k, _ in found if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+            duplicates.extend(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         return value
 
     def refuse(name: str) -> Any:
         raise _NotJson(f"{name} is not a number")
 
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=refuse)
+        value = json.loads(text, object_pairs_hook=mapping, parse_constant=refuse)
     except json.JSONDecodeError as error:
         raise _NotJson(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise _whole(f"nested deeper than {DEPTH_MAX}") from None
+        raise _whole(f"nested deeper than {DEPTH_MAX} levels") from None
     except ValueError as error:  # a number of thousands of digits
         raise _NotJson(str(error)) from None
     problems = Problems()
-    for key in doubled:
-        problems.add((), f"the key {key!r} stands twice in one object")
+    for key in duplicates:
+        problems.add((), f"duplicate key {key!r} in one object")
     _check(value, problems)
     problems.check()
     return value
@@ -96,32 +102,34 @@ def _check(value: Any, problems: Problems) -> None:
         path, node = stack.pop()
         nodes += 1
         if len(path) > DEPTH_MAX:
-            raise _whole(f"nested deeper than {DEPTH_MAX}")
+            raise _whole(f"nested deeper than {DEPTH_MAX} levels")
         if isinstance(node, dict):
-            for key, child in node.items():
-                if _BAD_TEXT.search(key):
-                    problems.add(path, f"the key {key!r} has a character that can't be used")
-                else:
-                    stack.append(((*path, key), child))
+            stack.extend(_children(node, path, problems))
         elif isinstance(node, list):
             stack.extend(((*path, i), child) for i, child in enumerate(node))
         elif isinstance(node, str) and _BAD_TEXT.search(node):
-            problems.add(path, "the text has a NUL or half a surrogate pair in it")
+            problems.add(path, "the text contains a NUL or half a surrogate pair")
         elif isinstance(node, float) and not math.isfinite(node):
             problems.add(path, "the number is too large")
     if nodes > NODES_MAX:
-        raise _whole(f"{nodes:,} values; at most {NODES_MAX:,} are read")
+        raise _whole(f"too many values: {nodes:,}; the limit is {NODES_MAX:,}")
+
+
+def _children(
+    mapping: dict[str, Any], path: Path, problems: Problems
+) -> Iterator[tuple[Path, Any]]:
+    for key, child in mapping.items():
+        if _BAD_TEXT.search(key):
+            problems.add(path, f"the key {key!r} contains a character that is not allowed")
+        else:
+            yield (*path, key), child
 
 
 def scalar(text: str, plain: bool) -> Any:
     if not plain:
         return text
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in ("true", "True", "TRUE"):
-        return True
-    if text in ("false", "False", "FALSE"):
-        return False
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     if _INT.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text):
@@ -130,7 +138,7 @@ def scalar(text: str, plain: bool) -> Any:
 
 
 class _Open:
-    """A mapping or sequence whose end has not come yet."""
+    """A mapping or sequence whose end has not been read yet."""
 
     def __init__(self, value: Any, path: Path, anchor: str | None, before: int) -> None:
         self.value = value
@@ -138,7 +146,7 @@ class _Open:
         self.anchor = anchor
         self.nodes_before = before
         self.key: str | None = None
-        self.doubled = False
+        self.duplicate = False
 
 
 class _YamlReader:
@@ -157,12 +165,12 @@ class _YamlReader:
                 self._event(event)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            what = error.problem or error.context or "it can't be parsed"
-            raise _whole(f"not YAML: {what}", mark.line + 1 if mark else None) from None
+            reason = error.problem or error.context or "it can't be parsed"
+            raise _whole(f"not valid YAML: {reason}", mark.line + 1 if mark else None) from None
         except yaml.YAMLError as error:
-            raise _whole(f"not YAML: {str(error).splitlines()[0]}") from None
+            raise _whole(f"not valid YAML: {str(error).splitlines()[0]}") from None
         if len(self.roots) != 1:
-            raise _whole(f"{len(self.roots)} YAML documents in one text; one is expected")
+            raise _whole(f"expected one YAML document, but there are {len(self.roots)}")
         _check(self.roots[0], self.problems)
         self.problems.check()
         return self.roots[0], self.lines
@@ -171,46 +179,53 @@ class _YamlReader:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
-                raise _whole(f"the alias *{event.anchor} names no anchor above it", line)
+                raise _whole(f"no anchor above defines the alias *{event.anchor}", line)
             value, nodes = self.anchors[event.anchor]
             self._count(nodes)
             self._put(value, line)
         elif isinstance(event, yaml.ScalarEvent):
-            self._count(1)
-            # implicit is (plain resolves by type, quoted resolves to text)
-            plain = not event.style and event.tag is None and event.implicit[0]
-            if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
-                self.problems.add(self._path(), f"the tag {event.tag} is not read", line)
-            value = scalar(event.value, plain)
-            if event.anchor:
-                self.anchors[event.anchor] = (value, 1)
-            self._put(value, line)
+            self._scalar(event, line)
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._count(1)
-            if len(self.stack) >= DEPTH_MAX:
-                raise _whole(f"nested deeper than {DEPTH_MAX}", line)
-            mapping = isinstance(event, yaml.MappingStartEvent)
-            if event.tag not in (None, "!"):
-                self.problems.add(self._path(), f"the tag {event.tag} is not read", line)
-            top = self.stack[-1] if self.stack else None
-            if top and isinstance(top.value, dict) and top.key is None:
-                raise _whole("a key is a text, not a list or a mapping", line)
-            path = self._path()
-            self._note(path, line)
-            self.stack.append(_Open({} if mapping else [], path, event.anchor, self.nodes))
+            self._begin(event, line)
         elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
             done = self.stack.pop()
             if done.anchor:
                 self.anchors[done.anchor] = (done.value, self.nodes - done.nodes_before + 1)
             self._put(done.value, None)
 
+    def _scalar(self, event: Any, line: int) -> None:
+        self._count(1)
+        # implicit is (plain resolves by type, quoted resolves to text)
+        plain = not event.style and event.tag is None and event.implicit[0]
+        if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
+            self.problems.add(self._path(), f"the tag {event.tag} is not supported", line)
+        value = scalar(event.value, plain)
+        if event.anchor:
+            self.anchors[event.anchor] = (value, 1)
+        self._put(value, line)
+
+    def _begin(self, event: Any, line: int) -> None:
+        self._count(1)
+        if len(self.stack) >= DEPTH_MAX:
+            raise _whole(f"nested deeper than {DEPTH_MAX} levels", line)
+        if event.tag not in (None, "!"):
+            self.problems.add(self._path(), f"the tag {event.tag} is not supported", line)
+        top = self.stack[-1] if self.stack else None
+        if top and isinstance(top.value, dict) and top.key is None:
+            raise _whole(KEY_PROBLEM, line)
+        path = self._path()
+        self._note(path, line)
+        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+        self.stack.append(_Open(value, path, event.anchor, self.nodes))
+
     def _count(self, nodes: int) -> None:
         self.nodes += nodes
         if self.nodes > NODES_MAX:
-            raise _whole(f"more than {NODES_MAX:,} values, aliases written out")
+            raise _whole(f"more than {NODES_MAX:,} values with aliases expanded")
 
     def _note(self, path: Path, line: int) -> None:
-        """Where a value is; long keys above many values must not become much more than the text."""
+        """Remembers a value's line, within a limit: long keys above many values could make the
+        places much larger than the text."""
         if self.lines_left > 0:
             place = pointer(path)
             self.lines_left -= len(place)
@@ -236,17 +251,17 @@ class _YamlReader:
         elif top.key is None:
             self._key(top, value, line)
         else:
-            if not top.doubled:
+            if not top.duplicate:
                 top.value[top.key] = value
             top.key = None
 
     def _key(self, top: _Open, value: Any, line: int | None) -> None:
         if isinstance(value, dict | list):
-            raise _whole("a key is a text, not a list or a mapping", line)
+            raise _whole(KEY_PROBLEM, line)
         key = value if isinstance(value, str) else _key_text(value)
-        top.doubled = key in top.value
-        if top.doubled:
-            self.problems.add((*top.path, key), f"the key {key!r} stands twice", line)
+        top.duplicate = key in top.value
+        if top.duplicate:
+            self.problems.add((*top.path, key), f"duplicate key {key!r}", line)
         elif line:
             self._note((*top.path, key), line)
         top.key = key
