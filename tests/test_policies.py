@@ -270,9 +270,12 @@ def vars_of(found: Mending) -> list[object]:
 @pytest.mark.parametrize(
     ("change", "trouble"),
     [
-        ({"alternatives": []}, "a task of a branch has alternatives"),
-        ({"alternatives": [{"command": "a"}, {"command": "b"}]}, "they go from one to the next"),
-        ({"peers": 2, "outputs": []}, "what runs at several peers at once is of no branch"),
+        ({"alternatives": []}, "a task of a branch must have alternatives"),
+        (
+            {"alternatives": [{"command": "a"}, {"command": "b"}]},
+            "the same number of alternatives: side has 2, index has 1",
+        ),
+        ({"peers": 2, "outputs": []}, "on several peers at once can't belong to a branch"),
     ],
 )
 def test_branches_are_checked(change: dict[str, object], trouble: str) -> None:

@@ -1,1 +1,1 @@
-"""WHAT runs: the model, the documents users write, the formats read, and plans. Pure."""
+"""WHAT RUNS: the model of a workflow, the formats it is read from, and plans. Pure."""

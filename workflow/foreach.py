@@ -1,13 +1,14 @@
-"""`foreach`: one template → one task for each item, with the item in all its texts.
+"""`foreach` makes one task of a template for each item, with the item in all of its texts.
 
-Only the exact words `{item}` (or `{name}` of a named list) are replaced: a shell's and awk's own
-braces stay as they are. A text that is nothing but the placeholder becomes the item itself, so
-that numbers reach calls as numbers.
+Only the exact placeholders `{item}` (or `{name}` of a named list) are replaced: the braces of a
+shell or of awk stay as they are. A text that is nothing but the placeholder becomes the item
+itself, so that numbers reach calls as numbers.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -23,10 +24,10 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w{0,50}")
 def items(
     foreach: list[Any] | dict[str, Any] | int, path: Path, problems: Problems
 ) -> list[tuple[str, dict[str, Any]]]:
-    """For each task of the template: what stands in its id's brackets, and its variables."""
+    """For each task of the template: the text in the brackets of its id, and its variables."""
     if isinstance(foreach, int):
         if isinstance(foreach, bool) or not 1 <= foreach <= TASKS_MAX:
-            problems.add(path, f"a number of tasks lies between 1 and {TASKS_MAX:,}")
+            problems.add(path, f"must be between 1 and {TASKS_MAX:,} tasks")
             return []
         return [(str(i), {"item": i}) for i in range(foreach)]
     if isinstance(foreach, list):
@@ -34,18 +35,18 @@ def items(
     return _combined(foreach, path, problems)
 
 
-def _listed(found: list[Any], path: Path, problems: Problems) -> list[tuple[str, dict[str, Any]]]:
-    if not found:
+def _listed(values: list[Any], path: Path, problems: Problems) -> list[tuple[str, dict[str, Any]]]:
+    if not values:
         problems.add(path, "an empty list makes no task")
     seen: dict[str, int] = {}
     made = []
-    for index, item in enumerate(found):
+    for index, item in enumerate(values):
         if not isinstance(item, str | int | float):
-            problems.add((*path, index), "an item is a text or a number")
+            problems.add((*path, index), "an item must be text or a number")
             continue
         name = item_name(item, index)
         if name in seen:
-            problems.add((*path, index), f"the item {item!r} stands at {seen[name]} already")
+            problems.add((*path, index), f"duplicate item {item!r}: it is already at {seen[name]}")
             continue
         seen[name] = index
         made.append((name, {"item": item}))
@@ -53,33 +54,39 @@ def _listed(found: list[Any], path: Path, problems: Problems) -> list[tuple[str,
 
 
 def _combined(
-    found: dict[str, Any], path: Path, problems: Problems
+    named: dict[str, Any], path: Path, problems: Problems
 ) -> list[tuple[str, dict[str, Any]]]:
-    lists: list[list[tuple[str, Any]]] = []
-    count = 1
-    for variable, values in found.items():
-        if not _VARIABLE.fullmatch(variable):
-            problems.add((*path, variable), "a variable's name is made of letters, digits and '_'")
-        if not isinstance(values, list):
-            problems.add((*path, variable), "a named foreach has a list of items for each name")
-            continue
-        lists.append(
-            [(name, vars_["item"]) for name, vars_ in _listed(values, (*path, variable), problems)]
-        )
-        count *= max(1, len(values))
-    if not found:
-        problems.add(path, "a named foreach has at least one name")
+    """Every combination of the named lists."""
+    if not named:
+        problems.add(path, "a named foreach must have at least one name")
+        return []
+    lists = [_named(variable, values, path, problems) for variable, values in named.items()]
+    count = math.prod(max(1, len(v)) for v in named.values() if isinstance(v, list))
     if count > TASKS_MAX:
-        problems.add(path, f"{count:,} combinations; at most {TASKS_MAX:,} tasks are read")
-    if not found or count > TASKS_MAX or len(lists) != len(found):
+        problems.add(path, f"too many combinations: {count:,}; the limit is {TASKS_MAX:,} tasks")
+        return []
+    if None in lists:
         return []
     return [
         (
-            ",".join(f"{k}={name}" for k, (name, _) in zip(found, row, strict=True)),
-            {k: value for k, (_, value) in zip(found, row, strict=True)},
+            ",".join(f"{k}={name}" for k, (name, _) in zip(named, row, strict=True)),
+            {k: value for k, (_, value) in zip(named, row, strict=True)},
         )
-        for row in itertools.product(*lists)
+        for row in itertools.product(*(values for values in lists if values is not None))
     ]
+
+
+def _named(
+    variable: str, values: Any, path: Path, problems: Problems
+) -> list[tuple[str, Any]] | None:
+    """The items of one named list, each with its name in ids; None if it is no list."""
+    place = (*path, variable)
+    if not _VARIABLE.fullmatch(variable):
+        problems.add(place, "a variable's name must consist of letters, digits and '_'")
+    if not isinstance(values, list):
+        problems.add(place, "a named foreach must have a list of items for each name")
+        return None
+    return [(name, variables["item"]) for name, variables in _listed(values, place, problems)]
 
 
 @lru_cache(100)
@@ -88,8 +95,9 @@ def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Substitution:
-    """Replaces placeholders in every text of a value. `spend` is told how many characters were
-    made, before there are many: a long item in many places is a short document and a huge task."""
+    """Replaces placeholders in every text of a value. `spend` is called with the number of
+    characters before they are made: a long item in many places is a short document and a huge
+    task."""
 
     def __init__(
         self, variables: Mapping[str, Any], spend: Callable[[int], None] = lambda made: None
@@ -101,15 +109,15 @@ class Substitution:
     def text(self, text: str) -> str:
         if "{" not in text:
             return text
-        found = [str(self._variables[m[1:-1]]) for m in self._pattern.findall(text)]
-        if not found:
+        values = [str(self._variables[m[1:-1]]) for m in self._pattern.findall(text)]
+        if not values:
             return text
-        self._spend(len(text) + sum(map(len, found)))
-        filled = iter(found)
-        return self._pattern.sub(lambda m: next(filled), text)
+        self._spend(len(text) + sum(map(len, values)))
+        remaining = iter(values)
+        return self._pattern.sub(lambda m: next(remaining), text)
 
-    def texts(self, found: list[str]) -> tuple[str, ...]:
-        return tuple(map(self.text, found))
+    def texts(self, texts: list[str]) -> tuple[str, ...]:
+        return tuple(map(self.text, texts))
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):

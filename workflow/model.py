@@ -1,7 +1,7 @@
-"""The model: a workflow is a DAG of tasks with files and values flowing along its edges.
+"""The model of a workflow: a DAG of tasks with files and values flowing along its edges.
 
 Everything here is checked, expanded and resolved: `foreach` is gone, globs are file names, every
-reference names a task that exists, and there is no cycle. Made by `document` and `wfformat` only.
+reference names a task that exists, and there is no cycle. Only `document` and `wfformat` make it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class TaskNeeds:
-    """What a task needs of a peer: integers that are used up, and attributes that must fit."""
+    """A task's requirements: integers that it uses up, and attributes that the peer must have."""
 
     millicores: int = 1000
     memory_bytes: int = 0
@@ -29,7 +29,7 @@ class TaskNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a workflow's input comes from: `text`, `blob` (a hash), `url`, or made up by `size`."""
+    """The source of an input: `text`, `blob` (a hash), `url`, or `size` (made-up bytes)."""
 
     kind: Literal["text", "blob", "url", "size", "path"]
     value: str
@@ -73,7 +73,7 @@ class Task:
     network: bool = False
     alternatives: tuple[Alternative, ...] = ()
     branch: str = ""  # tasks that go from one of their alternatives to the next together
-    gang: tuple[str, ...] = ()  # tasks that run at different peers at once, by rank; itself too
+    gang: tuple[str, ...] = ()  # tasks that run on different peers at once, by rank, with itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +82,24 @@ class Workflow:
     strategy: str
     deadline: str | None
     inputs: Mapping[str, Source]
-    tasks: Mapping[str, Task]  # in an order in which each comes after what it depends on
+    tasks: Mapping[str, Task]  # in an order in which each comes after its parents
     parents: Mapping[str, tuple[str, ...]]
     producers: Mapping[str, str]  # file → the task that makes it
     description: str = ""
     policies: tuple[str, ...] = ()
-    strict: bool = False  # level by level: none begins before all of the levels above are done
-    rank: str = ""  # an expression by which pilots rank its tasks; empty: as always
-    deliver: Mapping[str, str] = field(default_factory=dict)  # output → where it is written to
+    strict: bool = False  # level by level: no task starts before all levels above are done
+    rank: str = ""  # an expression by which pilots rank its tasks; empty: the usual ranking
+    deliver: Mapping[str, str] = field(default_factory=dict)  # output → its destination
 
     def children(self) -> dict[str, Sequence[str]]:
-        found: dict[str, list[str]] = {}
+        children: dict[str, list[str]] = {}
         for task, parents in self.parents.items():
             for parent in parents:
-                found.setdefault(parent, []).append(task)
+                children.setdefault(parent, []).append(task)
         none: Sequence[str] = ()
-        return {task: found.get(task, none) for task in self.tasks}
+        return {task: children.get(task, none) for task in self.tasks}
 
     def final_files(self) -> list[str]:
-        """Outputs that no task consumes: what the user came for."""
+        """The outputs that no task consumes: the workflow's results."""
         consumed = {name for task in self.tasks.values() for name in task.inputs}
         return [name for name in self.producers if name not in consumed]

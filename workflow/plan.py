@@ -1,4 +1,4 @@
-"""Plans over a DAG: order, cycles, levels and upward ranks."""
+"""Plans over a DAG: topological order, cycles, levels and upward ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from .model import Workflow
 
-#: how long a task counts for in a plan when nobody said
+#: a task's run time in a plan if its document does not estimate it
 RUNTIME_S_GUESS = 1.0
 
 
 def order(parents: Mapping[str, Sequence[str]]) -> list[str]:
     """Tasks, each after its parents; tasks on or behind a cycle are left out."""
-    missing = {task: len(set(above)) if above else 0 for task, above in parents.items()}
+    missing = {task: len(set(above)) for task, above in parents.items()}
     children: dict[str, list[str]] = {}
     for task, above in parents.items():
-        for parent in set(above) if above else ():
+        for parent in set(above):
             children.setdefault(parent, []).append(task)
     ready = [task for task, count in missing.items() if count == 0]
     for task in ready:  # grows while it is walked
@@ -27,11 +27,11 @@ def order(parents: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def cycle(parents: Mapping[str, Sequence[str]]) -> list[str] | None:
-    """One cycle as a path `a → b → a` along the direction in which work flows, or None."""
+    """One cycle as a path `a → b → a`, in the direction in which work flows; or None."""
     left = set(parents) - set(order(parents))
     if not left:
         return None
-    # every task left has a parent that is left too: walk up until one comes again
+    # every task left has a parent that is left too: walk up until a task repeats
     task = min(left)
     seen: dict[str, int] = {}
     path: list[str] = []
@@ -44,11 +44,11 @@ def cycle(parents: Mapping[str, Sequence[str]]) -> list[str] | None:
 
 
 def levels(workflow: Workflow) -> dict[str, int]:
-    """0 for a task with no parents, else one more than its deepest parent."""
-    found: dict[str, int] = {}
+    """0 for a task with no parents, otherwise one more than its deepest parent."""
+    level: dict[str, int] = {}
     for task in workflow.tasks:
-        found[task] = 1 + max((found[p] for p in workflow.parents[task]), default=-1)
-    return found
+        level[task] = 1 + max((level[p] for p in workflow.parents[task]), default=-1)
+    return level
 
 
 def upward_ranks(
@@ -56,7 +56,7 @@ def upward_ranks(
 ) -> dict[str, float]:
     """Seconds from a task's start to the end of the workflow along its longest path.
 
-    HEFT's upward rank with equal machines and free transfers: what is known before placing.
+    HEFT's upward rank with equal machines and free transfers: no more is known before placement.
     """
     if children is None:
         children = workflow.children()

@@ -1,7 +1,7 @@
-"""What is wrong with a document: every problem at once, each with its place.
+"""The problems of a document, collected and raised together, each with its place.
 
-A place is a JSON pointer (RFC 6901) into the document, `/tasks/count/inputs/0`, and where the
-document was YAML also the line.
+A place is a JSON pointer (RFC 6901) into the document, such as `/tasks/count/inputs/0`. In YAML it
+comes with the line.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
 
-#: more than this many problems help nobody; the rest is counted
+#: more problems than this help nobody: the rest are only counted
 PROBLEMS_MAX = 100
-TEXT_CHARS_MAX = 2000  # of a place, and of what is said of it
+TEXT_CHARS_MAX = 2000  # of a place, and of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class DocumentProblem:
 
 
 class DocumentError(ValueError):
-    """A document that can't be run, with all the reasons."""
+    """A document is invalid: all of its problems."""
 
     def __init__(self, problems: tuple[DocumentProblem, ...]) -> None:
         self.problems = problems
@@ -48,20 +48,20 @@ class Problems:
 
     def __init__(self, lines: Mapping[str, int] | None = None) -> None:
         self._lines = lines or {}
-        self._found: list[DocumentProblem] = []
+        self._problems: list[DocumentProblem] = []
         self._more = 0
         self._seen: set[tuple[str, str]] = set()
 
     def add(self, path: Path, message: str, line: int | None = None) -> None:
         place, message = _short(pointer(path)), _short(message)
-        once = (place, message.partition(" (in ")[0])  # one for all tasks of a `foreach`
+        once = (place, message.partition(" (in ")[0])  # once for all tasks of a `foreach`
         if once in self._seen:
             return
-        if len(self._found) >= PROBLEMS_MAX:
+        if len(self._problems) >= PROBLEMS_MAX:
             self._more += 1
             return
         self._seen.add(once)
-        self._found.append(DocumentProblem(place, message, line or self._line(path)))
+        self._problems.append(DocumentProblem(place, message, line or self._line(path)))
 
     def _line(self, path: Path) -> int | None:
         # the nearest enclosing place whose line is known: a missing key has none of its own
@@ -72,12 +72,12 @@ class Problems:
         return None
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._problems)
 
     def check(self) -> None:
-        if not self._found:
+        if not self._problems:
             return
-        found = list(self._found)
+        problems = list(self._problems)
         if self._more:
-            found.append(DocumentProblem("", f"{self._more} more problems are not listed"))
-        raise DocumentError(tuple(found))
+            problems.append(DocumentProblem("", f"and {self._more} more problems"))
+        raise DocumentError(tuple(problems))

@@ -1,4 +1,4 @@
-"""Durations, sizes and cores as people write them, and as integers and seconds in the model."""
+"""Durations, sizes and cores: parsed from the forms people write, and shown in such forms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seconds(value: object) -> float:
     if number is None:
         raise ValueError("not a duration: write seconds as a number, or 250ms, 90s, 1m30s, 2h, 1d")
     if not 0 <= number <= DURATION_S_MAX:
-        raise ValueError("a duration lies between 0 and ten years")
+        raise ValueError("a duration must be between 0 and ten years")
     return number
 
 
@@ -56,7 +56,7 @@ def size_bytes(value: object) -> int:
     if number is None:
         raise ValueError("not a size: write bytes as a number, or 64KiB, 128MiB, 2GB")
     if not 0 <= number <= BYTES_MAX:
-        raise ValueError("a size lies between 0 and 1 EiB")
+        raise ValueError("a size must be between 0 and 1 EiB")
     return math.ceil(number)
 
 
@@ -70,7 +70,7 @@ def millicores(value: object) -> int:
     if number is None:
         raise ValueError("not a number of cores: write 1, 0.5 or 500m")
     if not 1 <= number <= MILLICORES_MAX:
-        raise ValueError("cores lie between 0.001 and 1,000,000")
+        raise ValueError("the number of cores must be between 0.001 and 1,000,000")
     return math.ceil(number)
 
 

@@ -1,10 +1,10 @@
-"""One task of a replayed workflow instance, as a real process: reads, computes, writes.
+"""A program that stands in for one task of a recorded workflow: it reads, computes and writes.
 
 `python3 -I -m valence.workflow.replay --seconds 0.1 --cpu 0.9 --memory 1000 --read in …
 --write out:10 …`
 
-What it writes follows from the output's name and from what it read, so that a second run of the
-same task makes the same files. Standard library only, to start fast.
+Its output depends only on the output's name and on the bytes it read, so a second run of the same
+task makes the same files. It uses the standard library only, to start fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def made_up(seed: str, size: int) -> Iterator[bytes]:
-    """`size` bytes that follow from the seed."""
+    """`size` bytes that depend only on the seed."""
     block = hashlib.shake_128(seed.encode()).digest(min(size, CHUNK_BYTES) or 1)
     while size > 0:
         yield block[:size]
@@ -30,8 +30,10 @@ def made_up(seed: str, size: int) -> Iterator[bytes]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="valence.workflow.replay", description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--cpu", type=float, default=1.0, help="share of the time spent computing")
-    parser.add_argument("--memory", type=int, default=0, help="bytes held meanwhile")
+    parser.add_argument(
+        "--cpu", type=float, default=1.0, help="fraction of the time spent computing"
+    )
+    parser.add_argument("--memory", type=int, default=0, help="bytes held in memory meanwhile")
     parser.add_argument("--read", action="append", default=[], metavar="FILE")
     parser.add_argument("--write", action="append", default=[], metavar="FILE:BYTES")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
-"""The shape of a workflow document, field by field; `document` checks what a shape can't say.
+"""The schema of a workflow document, field by field; `document` checks the rules beyond a schema.
 
-These models are also what `/openapi.json` describes, so the text in each field is for users.
+`/openapi.json` describes these models too, so the text of each field is written for users.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TEXT_INPUT_BYTES_MAX = 1_000_000
 GANG_PEERS_MAX = 256
 
 
-#: a command that is one text: it ends at the first command that fails, also within a pipe, and at
-#: a variable that is not set
+#: runs a command that is one text: it stops at the first command that fails, also within a pipe,
+#: and at a variable that is not set
 STRICT_SHELL = ("bash", "-euo", "pipefail", "-c")
 
 
 def _words(value: object) -> object:
-    """A command: words, where YAML's numbers are words too; one text is a shell's line."""
+    """A command's words, where YAML's numbers are words too; one text is a line for the shell."""
     if isinstance(value, str):
         return [*STRICT_SHELL, value]
     if isinstance(value, list):
@@ -69,21 +69,23 @@ class _Strict(BaseModel):
 
 
 class InputDocument(_Strict):
-    """One of: a file of the client's, a text, a URL, a blob, or bytes made up to a size."""
+    """Exactly one of: a file of the client's, a text, a URL, a blob, or made-up bytes of a size."""
 
     path: str | None = Field(
-        default=None, max_length=4096, description="A file, read by the client."
+        default=None, max_length=4096, description="A file that the client reads and uploads."
     )
     text: str | None = Field(default=None, max_length=TEXT_INPUT_BYTES_MAX)
     url: str | None = Field(
-        default=None, max_length=2000, description="http, https, s3 or file, fetched by a peer."
+        default=None,
+        max_length=2000,
+        description="An http, https, s3 or file URL, fetched by a peer.",
     )
-    blob: str | None = Field(default=None, description="sha256:… of a blob that was uploaded.")
-    size: Size | None = Field(default=None, description="Bytes made up from the name, for trials.")
+    blob: str | None = Field(default=None, description="The sha256:… of an uploaded blob.")
+    size: Size | None = Field(default=None, description="Made-up bytes of this size, for trials.")
 
 
 class NeedsDocument(_Strict):
-    """What a task needs of a peer."""
+    """A task's requirements of its peer."""
 
     cpus: Cores = Field(default=1000)
     memory: Size = Field(default=0)
@@ -92,7 +94,9 @@ class NeedsDocument(_Strict):
     arch: Label | None = None
     os: Label | None = None
     site: Label | None = None
-    speed: float | None = Field(default=None, ge=0, le=1e9, description="At least this fast.")
+    speed: float | None = Field(
+        default=None, ge=0, le=1e9, description="The peer must be at least this fast."
+    )
     labels: list[Label] = Field(default_factory=list, max_length=32)
     software: list[Label] = Field(default_factory=list, max_length=32)
 
@@ -104,23 +108,23 @@ class AlternativeDocument(_Strict):
     env: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
         default_factory=dict, max_length=1000
     )
-    needs: NeedsDocument | None = Field(default=None, description="In place of the task's own.")
+    needs: NeedsDocument | None = Field(default=None, description="Replaces the task's own needs.")
     timeout: Duration | None = None
 
 
 class TaskDocument(_Strict):
-    """One task, or with `foreach` one for each item."""
+    """One task; with `foreach`, one task for each item."""
 
     description: str = Field(default="", max_length=10_000)
     foreach: list[Any] | dict[str, Any] | int | None = Field(
         default=None,
         description="A list of items; a number n for 0…n-1; or names with a list each, for every "
-        "combination. `{item}` or `{name}` stands for the item in all texts of the task.",
+        "combination. `{item}` or `{name}` is replaced by the item in all texts of the task.",
     )
     command: Annotated[list[str], BeforeValidator(_words)] | None = Field(
         default=None, max_length=10_000
     )
-    call: str | None = Field(default=None, description="A Python callable, module:function.")
+    call: str | None = Field(default=None, description="A Python function, as module:function.")
     args: list[Any] = Field(default_factory=list, max_length=10_000)
     kwargs: dict[str, Any] = Field(default_factory=dict, max_length=1000)
     env: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
@@ -134,25 +138,28 @@ class TaskDocument(_Strict):
         default=1,
         ge=1,
         le=GANG_PEERS_MAX,
-        description="It runs at so many different peers at once, all or none; `needs` are of each. "
-        "`{rank}` stands for 0…n-1 in all texts of the task.",
+        description="Runs on this many different peers at once, on all or none; `needs` apply to "
+        "each. `{rank}` is replaced by 0…n-1 in all texts of the task.",
     )
-    runtime: Duration | None = Field(default=None, description="An estimate, on a peer of speed 1.")
+    runtime: Duration | None = Field(
+        default=None, description="Estimated run time on a peer of speed 1."
+    )
     timeout: Duration | None = None
     retries: int = Field(default=0, ge=0, le=100)
     alternatives: list[AlternativeDocument] = Field(
         default_factory=list,
         max_length=10,
-        description="Other commands, one after the other, should it fail for good and a policy "
-        "ask for that (`alternatives`).",
+        description="Other commands to try in turn if the task fails for good and a policy "
+        "(`alternatives`) asks for it.",
     )
     branch: Name = Field(
         default="",
-        description="Tasks of one branch go on to the next of their alternatives together: if one "
-        "fails for good, those that are done or running begin anew, too.",
+        description="Tasks of one branch move on to their next alternatives together: if one "
+        "fails for good, those that are done or running start again too.",
     )
     network: bool = Field(
-        default=False, description="It needs the network, where tasks run in a sandbox without."
+        default=False,
+        description="The task needs the network, in sandboxes that have none by default.",
     )
 
 
@@ -167,25 +174,25 @@ class WorkflowDocument(_Strict):
     )
     levels: Literal["strict"] | None = Field(
         default=None,
-        description="strict: level by level, a task only when all of the levels before are done. "
-        "By default each as soon as what it takes is there.",
+        description="strict: a task starts only when all earlier levels are done. By default each "
+        "task starts as soon as its inputs are there.",
     )
     policies: list[str] = Field(
         default_factory=list,
         max_length=50,
-        description="What to do when something happens: the names of shipped ones, or rules.",
+        description="Reactions to events such as failures: names of built-in policies, or rules.",
     )
     rank: str = Field(
         default="",
         max_length=200,
         description="For the strategy pilots: an expression by which a pilot ranks its tasks, over "
-        "local and remote (MiB of inputs it holds, or not), speed, waited and hangs (seconds).",
+        "local and remote (MiB of inputs on and off its disk), speed, waited and hangs (seconds).",
     )
     deliver: dict[str, str] = Field(
         default_factory=dict,
         max_length=1000,
-        description="Outputs, or globs of them, and the URL (http, https, s3 or file) that each is "
-        "written to; one that ends with / is a directory.",
+        description="Outputs, or globs of them, each with the URL (http, https, s3 or file) to "
+        "write it to; a URL that ends with / is a directory.",
     )
     inputs: dict[str, InputDocument] = Field(default_factory=dict, max_length=100_000)
     tasks: dict[str, TaskDocument] = Field(min_length=1, max_length=TASKS_MAX)

@@ -1,7 +1,7 @@
-"""How a workflow's tasks find peers: the names that a document may give.
+"""The names of placement strategies that a document can choose from.
 
-`auto` leaves it to Valence. A distribution may bring a strategy of its own: an entry point of the
-group `valence.strategies`.
+`auto` leaves the choice to Valence. Another distribution can provide a strategy of its own, by an
+entry point of the group `valence.strategies`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ AUTO = "auto"
 
 @cache
 def others() -> dict[str, EntryPoint]:
-    """Of other distributions; none of them takes the name of one that comes along."""
-    found = entry_points(group=GROUP)
-    return {point.name: point for point in found if point.name not in (*BUILT_IN, AUTO)}
+    """Strategies of other distributions, which can't take the name of a built-in one."""
+    points = entry_points(group=GROUP)
+    return {point.name: point for point in points if point.name not in (*BUILT_IN, AUTO)}
 
 
 @cache

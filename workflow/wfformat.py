@@ -1,11 +1,11 @@
-"""WfCommons WfFormat 1.4 to 1.6 → a workflow whose tasks replay the recorded ones.
+"""Reads WfCommons WfFormat 1.4 to 1.6 into a workflow whose tasks replay the recorded ones.
 
 Each recorded task becomes a process that reads its inputs, computes and writes its outputs
 (`replay`), with times multiplied by `time_scale`, and sizes and memory by `size_scale`. Inputs
-that no task makes are made up at their size. 1.5 and 1.6 keep structure and execution apart; 1.4
-has both in one list, and names parents by name. Recorded names may be anything, such as URLs for
-files: what could be no file in a task's directory, or no task, becomes a name that can, and two
-that are different stay so.
+that no task makes become made-up bytes of their size. Versions 1.5 and 1.6 keep structure and
+execution apart; 1.4 has both in one list, and refers to parents by name. Recorded names can be
+anything, such as URLs for files: a name that is not allowed here is replaced by one that is, and
+different names stay different.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .schema import TASKS_MAX
 
 VERSIONS = ("1.4", "1.5", "1.6")
 NAME_CHARS_MAX = 150
-#: generous: a replay on a loaded machine is late long before it hangs
+#: generous, since a replay on a loaded machine can be very late without being stuck
 TIMEOUT_FACTOR, TIMEOUT_S_MIN = 20.0, 600.0
 
 
@@ -49,24 +49,35 @@ def parse(value: dict[str, Any], time_scale: float = 1.0, size_scale: float = 1.
     version = str(value.get("schemaVersion"))
     for which, scale in (("time_scale", time_scale), ("size_scale", size_scale)):
         if not (math.isfinite(scale) and 0 <= scale <= 1e6):
-            problems.add((), f"{which} lies between 0 and 1,000,000")
+            problems.add((), f"{which} must be between 0 and 1,000,000")
     if version not in VERSIONS:
-        problems.add(("schemaVersion",), f"{version!r} is not read; 1.4, 1.5 and 1.6 are")
+        known = ", ".join(VERSIONS)
+        problems.add(("schemaVersion",), f"unsupported version {version!r}; supported: {known}")
     problems.check()
+    recorded = _recorded(value["workflow"], version, problems)
+    builder = _Builder(recorded, time_scale, size_scale, problems)
+    return builder.build(_printable(value.get("name")))
+
+
+def _printable(name: Any) -> str:
+    text = "".join(c for c in str(name or "instance") if c.isprintable())
+    return text[:200] or "instance"
+
+
+def _recorded(value: Any, version: str, problems: Problems) -> list[_Recorded]:
     reader = _InstanceReader(problems)
-    body = reader.mapping(value["workflow"], ("workflow",))
+    body = reader.mapping(value, ("workflow",))
     recorded = reader.v14(body) if version == "1.4" else reader.v15(body)
     if not recorded:
         problems.add(("workflow",), "there are no tasks")
     if len(recorded) > TASKS_MAX:
-        problems.add(("workflow",), f"at most {TASKS_MAX:,} tasks are read")
+        problems.add(("workflow",), f"too many tasks: the limit is {TASKS_MAX:,}")
     problems.check()
-    name = "".join(c for c in str(value.get("name") or "instance") if c.isprintable())
-    return _build(name[:200] or "instance", recorded, time_scale, size_scale, problems)
+    return recorded
 
 
 class _InstanceReader:
-    """Fields of an instance, each checked where it stands."""
+    """Reads the fields of an instance and checks each in its place."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
@@ -74,26 +85,26 @@ class _InstanceReader:
     def mapping(self, value: Any, path: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
-        self.problems.add(path, "a mapping is expected")
+        self.problems.add(path, "must be a mapping")
         return {}
 
     def rows(self, value: Any, path: Path) -> list[tuple[Path, dict[str, Any]]]:
         if not isinstance(value, list):
-            self.problems.add(path, "a list is expected")
+            self.problems.add(path, "must be a list")
             return []
         return [((*path, i), self.mapping(row, (*path, i))) for i, row in enumerate(value)]
 
     def text(self, row: dict[str, Any], key: str, path: Path) -> str:
         if isinstance(row.get(key), str) and row[key]:
             return str(row[key])
-        self.problems.add((*path, key), "a text is expected")
+        self.problems.add((*path, key), f"{key} must be text")
         return ""
 
     def texts(self, row: dict[str, Any], key: str, path: Path) -> list[str]:
         value = row.get(key, [])
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return value
-        self.problems.add((*path, key), "a list of texts is expected")
+        self.problems.add((*path, key), f"{key} must be a list of texts")
         return []
 
     def number(
@@ -105,7 +116,7 @@ class _InstanceReader:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
         if ok and 0 <= value <= limit:
             return float(value)
-        self.problems.add((*path, key), f"a number from 0 to {limit:g} is expected")
+        self.problems.add((*path, key), f"{key} must be a number from 0 to {limit:g}")
         return default
 
     def execution(self, task: _Recorded, row: dict[str, Any], path: Path) -> None:
@@ -127,7 +138,7 @@ class _InstanceReader:
                 files[key] = {}
                 for name in self.texts(row, key, path):
                     if name not in sizes:
-                        self.problems.add((*path, key), f"{name!r} is not among the files")
+                        self.problems.add((*path, key), f"the specification has no file {name!r}")
                     files[key][name] = sizes.get(name, 0)
             task = _Recorded(
                 self.text(row, "id", path),
@@ -137,16 +148,16 @@ class _InstanceReader:
                 files["outputFiles"],
             )
             if task.id in tasks:
-                self.problems.add((*path, "id"), f"{task.id!r} stands twice")
+                self.problems.add((*path, "id"), f"duplicate id {task.id!r}")
             tasks[task.id] = task
         at = ("workflow", "execution")
         rows = self.mapping(body.get("execution", {}), at).get("tasks", [])
         for path, row in self.rows(rows, (*at, "tasks")):
-            found = tasks.get(self.text(row, "id", path))
-            if found is None:
+            executed = tasks.get(self.text(row, "id", path))
+            if executed is None:
                 self.problems.add((*path, "id"), "no task of the specification has this id")
             else:
-                self.execution(found, row, path)
+                self.execution(executed, row, path)
         return list(tasks.values())
 
     def v14(self, body: dict[str, Any]) -> list[_Recorded]:
@@ -156,7 +167,7 @@ class _InstanceReader:
             for where, file in self.rows(row.get("files", []), (*path, "files")):
                 link = file.get("link")
                 if link not in links:
-                    self.problems.add((*where, "link"), "a link is 'input' or 'output'")
+                    self.problems.add((*where, "link"), "link must be 'input' or 'output'")
                     continue
                 size = int(self.number(file, "sizeInBytes", where, 0))
                 links[link][self.text(file, "name", where)] = size
@@ -165,95 +176,117 @@ class _InstanceReader:
                 name, path, self.texts(row, "parents", path), links["input"], links["output"]
             )
             if name in tasks:
-                self.problems.add((*path, "name"), f"{name!r} stands twice")
+                self.problems.add((*path, "name"), f"duplicate name {name!r}")
             self.execution(task, row, path)
             tasks[name] = task
         return list(tasks.values())
 
 
-def _build(
-    name: str,
-    recorded: list[_Recorded],
-    time_scale: float,
-    size_scale: float,
-    problems: Problems,
-) -> Workflow:
-    def scaled(size: float) -> int:
-        return math.ceil(size * size_scale)
+class _Builder:
+    """Recorded tasks, renamed and connected, become the tasks of a workflow."""
 
-    files = _Files()
-    for task in recorded:
-        task.id = _task_id(task.id)
-        task.parents = [_task_id(parent) for parent in task.parents]
-        for file in (*task.inputs, *task.outputs):
-            files.add(file)
-    known = {task.id for task in recorded}
-    producers: dict[str, str] = {}
-    for task in recorded:
+    def __init__(
+        self,
+        recorded: list[_Recorded],
+        time_scale: float,
+        size_scale: float,
+        problems: Problems,
+    ) -> None:
+        self.recorded = recorded
+        self.time_scale = time_scale
+        self.size_scale = size_scale
+        self.problems = problems
+        self.files = _Files()
+        self.producers: dict[str, str] = {}
+        self.inputs: dict[str, Source] = {}
+
+    def build(self, name: str) -> Workflow:
+        for task in self.recorded:
+            task.id = _task_id(task.id)
+            task.parents = [_task_id(parent) for parent in task.parents]
+            for file in (*task.inputs, *task.outputs):
+                self.files.add(file)
+        for task in self.recorded:
+            self._add_outputs(task)
+        known = {task.id for task in self.recorded}
+        tasks: dict[str, Task] = {}
+        parents: dict[str, tuple[str, ...]] = {}
+        for task in self.recorded:
+            self._check_names(task)
+            parents[task.id] = self._parents(task, known)
+            tasks[task.id] = self._task(task)
+        loop = plan.cycle(parents)
+        if loop:
+            self.problems.add(("workflow",), "circular dependency: " + " → ".join(loop))
+        self.problems.check()
+        ordered = {task: tasks[task] for task in plan.order(parents)}
+        return Workflow(name, "auto", None, self.inputs, ordered, parents, self.producers)
+
+    def _add_outputs(self, task: _Recorded) -> None:
         for file in task.outputs:
-            maker = producers.setdefault(files[file], task.id)
+            maker = self.producers.setdefault(self.files[file], task.id)
             if maker != task.id:
-                problems.add(task.place, f"{file!r} is made by {maker} already")
-    inputs: dict[str, Source] = {}
-    tasks: dict[str, Task] = {}
-    parents: dict[str, tuple[str, ...]] = {}
-    for task in recorded:
+                self.problems.add(task.place, f"{file!r} is already made by {maker}")
+
+    def _check_names(self, task: _Recorded) -> None:
         trouble = names.task_problem(task.id)
         if trouble:
-            problems.add(task.place, trouble)
+            self.problems.add(task.place, trouble)
         for file in (*task.inputs, *task.outputs):
-            trouble = names.file_problem(files[file])
+            trouble = names.file_problem(self.files[file])
             if trouble:
-                problems.add(task.place, f"{file!r}: {trouble}")
+                self.problems.add(task.place, f"{file!r}: {trouble}")
+
+    def _parents(self, task: _Recorded, known: set[str]) -> tuple[str, ...]:
+        """The parents that were recorded, and the makers of its inputs; other inputs are added to
+        the workflow's."""
         above = dict.fromkeys(task.parents)
         for parent in task.parents:
             if parent not in known:
-                problems.add((*task.place, "parents"), f"unknown task {parent!r}")
+                self.problems.add((*task.place, "parents"), f"unknown task {parent!r}")
         for file, size in task.inputs.items():
-            maker = producers.get(files[file], "")
+            maker = self.producers.get(self.files[file], "")
             if maker == task.id:
-                problems.add(task.place, f"{file!r} is made and read by the same task")
+                self.problems.add(task.place, f"{file!r} is made and read by the same task")
             elif maker:
                 above[maker] = None
             else:
-                inputs[files[file]] = Source("size", str(scaled(size)))
-        runtime_s = task.runtime_s * time_scale
-        command = [
-            "python3",
-            "-I",
-            "-m",
-            "valence.workflow.replay",
-            "--seconds",
-            f"{runtime_s:.6g}",
-        ]
-        command += ["--cpu", f"{min(1.0, task.cpu):.4g}"]
-        command += ["--memory", str(scaled(task.memory_bytes))]
-        for file in task.inputs:
-            command.append(f"--read={files[file]}")
-        for file, size in task.outputs.items():
-            command.append(f"--write={files[file]}:{scaled(size)}")
-        tasks[task.id] = Task(
+                self.inputs[self.files[file]] = Source("size", str(self._scaled(size)))
+        return tuple(p for p in above if p in known)
+
+    def _task(self, task: _Recorded) -> Task:
+        runtime_s = task.runtime_s * self.time_scale
+        return Task(
             id=task.id,
             template=task.id,
-            command=tuple(command),
-            inputs=tuple(map(files.__getitem__, task.inputs)),
-            outputs=tuple(map(files.__getitem__, task.outputs)),
+            command=self._command(task, runtime_s),
+            inputs=tuple(map(self.files.__getitem__, task.inputs)),
+            outputs=tuple(map(self.files.__getitem__, task.outputs)),
             after=tuple(task.parents),
             needs=TaskNeeds(millicores=max(1, math.ceil(task.cores * 1000))),
             runtime_s=runtime_s,
             timeout_s=max(TIMEOUT_S_MIN, runtime_s * TIMEOUT_FACTOR),
         )
-        parents[task.id] = tuple(p for p in above if p in known)
-    loop = plan.cycle(parents)
-    if loop:
-        problems.add(("workflow",), "the tasks depend on each other: " + " → ".join(loop))
-    problems.check()
-    ordered = {task: tasks[task] for task in plan.order(parents)}
-    return Workflow(name, "auto", None, inputs, ordered, parents, producers)
+
+    def _command(self, task: _Recorded, runtime_s: float) -> tuple[str, ...]:
+        return (
+            *("python3", "-I", "-m", "valence.workflow.replay"),
+            *("--seconds", f"{runtime_s:.6g}"),
+            *("--cpu", f"{min(1.0, task.cpu):.4g}"),
+            *("--memory", str(self._scaled(task.memory_bytes))),
+            *(f"--read={self.files[file]}" for file in task.inputs),
+            *(
+                f"--write={self.files[file]}:{self._scaled(size)}"
+                for file, size in task.outputs.items()
+            ),
+        )
+
+    def _scaled(self, size: float) -> int:
+        return math.ceil(size * self.size_scale)
 
 
 class _Files(dict[str, str]):
-    """Recorded names → those in a task's directory."""
+    """The files' recorded names, each with its name in a task's directory."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
@@ -262,15 +295,15 @@ class _Files(dict[str, str]):
     def add(self, name: str) -> None:
         if name in self:
             return
-        found = _relative(name)
-        parts = found.split("/")
+        file = _relative(name)
+        parts = file.split("/")
         above = ["/".join(parts[:end]) for end in range(1, len(parts))]
-        if found in self._taken or found in self._directories or self._taken.intersection(above):
-            found = _hashed(name)
-            above = [found.partition("/")[0]]
-        self._taken.add(found)
+        if file in self._taken or file in self._directories or self._taken.intersection(above):
+            file = _hashed(name)
+            above = [file.partition("/")[0]]
+        self._taken.add(file)
         self._directories.update(above)
-        self[name] = found
+        self[name] = file
 
 
 def _task_id(name: str) -> str:
@@ -281,10 +314,10 @@ def _task_id(name: str) -> str:
 
 
 def _relative(name: str) -> str:
-    """Recorded absolute paths become paths inside the task's directory; and so do URLs and
-    whatever else was recorded, each under a name of its own."""
-    found = name.lstrip("/")
-    return _hashed(name) if names.file_problem(found) else found
+    """A recorded absolute path, made relative to the task's directory. A name that can't be a
+    file's, such as a URL, gets one of its own."""
+    relative = name.lstrip("/")
+    return _hashed(name) if names.file_problem(relative) else relative
 
 
 def _hashed(name: str) -> str:
