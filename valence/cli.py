@@ -41,14 +41,8 @@ Command = Callable[[argparse.Namespace, Display], int]
 
 def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["peer"]:
-        from valence.peer.main import main as peer_main
-
-        return peer_main(arguments[1:], "valence peer")
-    if arguments[:1] == ["queue"]:
-        from valence.master.main import main as queue_main
-
-        return queue_main(arguments[1:], "valence queue")
+    if arguments[:1] in (["peer"], ["queue"]):
+        return _run_daemon(arguments[0], arguments[1:])
     options = _parser().parse_args(arguments)
     display = Display()
     try:
@@ -67,12 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     except Unreachable as error:
         display.error(str(error))
         return 3
-    except OSError as error:
-        display.error(os_reason(error))
+    except (OSError, ValueError) as error:
+        display.error(os_reason(error) if isinstance(error, OSError) else str(error))
         return 2
-    except ValueError as error:
-        display.error(str(error))
-        return 2
+
+
+def _run_daemon(name: str, arguments: list[str]) -> int:
+    if name == "peer":
+        from valence.peer.main import main as run
+    else:
+        from valence.master.main import main as run
+    return run(arguments, f"valence {name}")
 
 
 def _document_failed(error: DocumentError, file: str, display: Display) -> int:
@@ -619,32 +618,34 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     workflow = Client().workflow(options.id)
     target = Path(options.dir)
     files = workflow.files()
-    fetched = []
-    missing = 0
-    for file in files:
-        if not (file["final"] or (options.all and file["made_by"])):
-            continue
-        if not file["ready"]:
-            display.error(f"{file['name']} is not there: {file['made_by']} has not succeeded")
-            missing += 1
-            continue
-        row = _fetch(workflow, file["name"], target)
-        fetched.append(row)
-        if not options.json:
-            display.say(f"{row['path']} ({show_bytes(row['size'])})")
-    values, others = workflow.json_values()
-    if values or others:
-        target.mkdir(parents=True, exist_ok=True)
-        row = _write_values(workflow, values, others, target, {file["name"] for file in files})
-        fetched.append(row)
-        if not options.json:
-            listed = ", ".join(list(values)[:5]) + ", …" * (len(values) > 5)
-            display.say(f"{row['path']} (the values of {listed})")
+    wanted = [file for file in files if file["final"] or (options.all and file["made_by"])]
+    fetched = _fetch_files(workflow, wanted, target, options, display)
+    missing = len(wanted) - len(fetched)
+    fetched += _fetch_values(workflow, {file["name"] for file in files}, target, options, display)
     if options.json:
         _json(display, fetched)
     elif not fetched and not missing:
         display.error("there is nothing to fetch")
     return 1 if missing or not fetched else 0
+
+
+def _fetch_files(
+    workflow: WorkflowHandle,
+    wanted: list[dict[str, Any]],
+    target: Path,
+    options: argparse.Namespace,
+    display: Display,
+) -> list[dict[str, Any]]:
+    fetched = []
+    for file in wanted:
+        if not file["ready"]:
+            display.error(f"{file['name']} is not there: {file['made_by']} has not succeeded")
+            continue
+        row = _fetch(workflow, file["name"], target)
+        fetched.append(row)
+        if not options.json:
+            display.say(f"{row['path']} ({show_bytes(row['size'])})")
+    return fetched
 
 
 def _fetch(workflow: WorkflowHandle, name: str, target: Path) -> dict[str, Any]:
@@ -655,14 +656,18 @@ def _fetch(workflow: WorkflowHandle, name: str, target: Path) -> dict[str, Any]:
     return {"name": name, "path": str(path), "size": workflow.download(name, path)}
 
 
-def _write_values(
+def _fetch_values(
     workflow: WorkflowHandle,
-    values: dict[str, Any],
-    others: list[str],
-    target: Path,
     taken: set[str],
-) -> dict[str, Any]:
+    target: Path,
+    options: argparse.Namespace,
+    display: Display,
+) -> list[dict[str, Any]]:
     """The values of calls as one JSON file, beside it a pickle for each that JSON can't express."""
+    values, others = workflow.json_values()
+    if not values and not others:
+        return []
+    target.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(others):
         kind, data = workflow.raw_value(name)
         if kind == "json":
@@ -673,7 +678,10 @@ def _write_values(
             values[name] = {"pickle": other.name}
     path = target / _unused(taken, "values.json")
     path.write_text(json.dumps(values, indent=2) + "\n")
-    return {"name": path.name, "path": str(path), "size": path.stat().st_size}
+    if not options.json:
+        listed = ", ".join(list(values)[:5]) + ", …" * (len(values) > 5)
+        display.say(f"{path} (the values of {listed})")
+    return [{"name": path.name, "path": str(path), "size": path.stat().st_size}]
 
 
 def _unused(taken: set[str], name: str) -> str:

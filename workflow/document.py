@@ -436,16 +436,9 @@ class _DocumentReader:
         self._check_files(inputs, (*path, "inputs"), task, template)
         self._check_files(outputs, (*path, "outputs"), task, template)
         self._add_outputs(outputs, (*path, "outputs"), task, template)
-        if len(task) > TASK_ID_MAX:
-            self.problems.add(
-                (*path, "foreach"),
-                f"a task's id is limited to {TASK_ID_MAX} characters: shorten the items",
-            )
         self.places[task] = path
         command = None if spec.command is None else sub.texts(spec.command)
-        if command and sum(map(len, command)) > COMMAND_BYTES_MAX:
-            trouble = f"command is limited to {COMMAND_BYTES_MAX:,} bytes{_of(task, template)}"
-            self.problems.add((*path, "command"), trouble)
+        self._check_lengths(command or (), path, task, template)
         self.tasks[task] = Task(
             id=task,
             template=template,
@@ -475,6 +468,16 @@ class _DocumentReader:
             seen.add(name)
             if trouble:
                 self.problems.add((*path, index), f"{trouble}{_of(task, template)}")
+
+    def _check_lengths(
+        self, command: tuple[str, ...], path: Path, task: str, template: str
+    ) -> None:
+        if len(task) > TASK_ID_MAX:
+            trouble = f"a task's id is limited to {TASK_ID_MAX} characters: shorten the items"
+            self.problems.add((*path, "foreach"), trouble)
+        if sum(map(len, command)) > COMMAND_BYTES_MAX:
+            trouble = f"command is limited to {COMMAND_BYTES_MAX:,} bytes{_of(task, template)}"
+            self.problems.add((*path, "command"), trouble)
 
     def _add_outputs(self, outputs: tuple[str, ...], path: Path, task: str, template: str) -> None:
         for index, name in enumerate(outputs):

@@ -65,27 +65,28 @@ def _combined(
     if count > TASKS_MAX:
         problems.add(path, f"too many combinations: {count:,}; the limit is {TASKS_MAX:,} tasks")
         return []
-    if None in lists:
+    if not all(isinstance(values, list) for values in named.values()):
         return []
-    return [
-        (
-            ",".join(f"{k}={name}" for k, (name, _) in zip(named, row, strict=True)),
-            {k: value for k, (_, value) in zip(named, row, strict=True)},
-        )
-        for row in itertools.product(*(values for values in lists if values is not None))
-    ]
+    return [_combination(named, row) for row in itertools.product(*lists)]
 
 
-def _named(
-    variable: str, values: Any, path: Path, problems: Problems
-) -> list[tuple[str, Any]] | None:
-    """The items of one named list, each with its name in ids; None if it is no list."""
+def _combination(
+    named: dict[str, Any], row: tuple[tuple[str, Any], ...]
+) -> tuple[str, dict[str, Any]]:
+    return (
+        ",".join(f"{k}={name}" for k, (name, _) in zip(named, row, strict=True)),
+        {k: value for k, (_, value) in zip(named, row, strict=True)},
+    )
+
+
+def _named(variable: str, values: Any, path: Path, problems: Problems) -> list[tuple[str, Any]]:
+    """The items of one named list, each with its name in ids."""
     place = (*path, variable)
     if not _VARIABLE.fullmatch(variable):
         problems.add(place, "a variable's name must consist of letters, digits and '_'")
     if not isinstance(values, list):
         problems.add(place, "a named foreach must have a list of items for each name")
-        return None
+        return []
     return [(name, variables["item"]) for name, variables in _listed(values, place, problems)]
 
 

@@ -107,12 +107,17 @@ def _check(value: Any, problems: Problems) -> None:
             stack.extend(_children(node, path, problems))
         elif isinstance(node, list):
             stack.extend(((*path, i), child) for i, child in enumerate(node))
-        elif isinstance(node, str) and _BAD_TEXT.search(node):
-            problems.add(path, "the text contains a NUL or half a surrogate pair")
-        elif isinstance(node, float) and not math.isfinite(node):
-            problems.add(path, "the number is too large")
+        else:
+            _check_scalar(node, path, problems)
     if nodes > NODES_MAX:
         raise _whole(f"too many values: {nodes:,}; the limit is {NODES_MAX:,}")
+
+
+def _check_scalar(value: Any, path: Path, problems: Problems) -> None:
+    if isinstance(value, str) and _BAD_TEXT.search(value):
+        problems.add(path, "the text contains a NUL or half a surrogate pair")
+    elif isinstance(value, float) and not math.isfinite(value):
+        problems.add(path, "the number is too large")
 
 
 def _children(
