@@ -1,1 +1,1 @@
-"""Figures: how fast this machine runs tasks through a cluster of its own."""
+"""FIGURES: how fast this machine runs tasks through a cluster of its own."""

@@ -1,10 +1,10 @@
 """`make bench`: the same work on Valence, Dask and Ray, with the same number of slots.
 
-`python -m bench [--slots N] [--runs N] [--others PYTHON] [--json]`. The systems take turns, each
-started anew for each of its runs, and the best of its runs counts. Machines are noisy: only the
-ratios within one such comparison mean something. `--others` is the interpreter of an environment
-with Dask and Ray; without it only Valence is measured. `--strategies probe,tickets` compares
-Valence's strategies instead, the first with each of the others.
+`python -m bench [--slots N] [--runs N] [--others PYTHON] [--json]`. The systems take turns. Each is
+started again for each of its runs, and its best run counts. Machines are noisy: only the ratios
+within one such comparison mean anything. `--others` is the interpreter of an environment with Dask
+and Ray; without it only Valence is measured. `--strategies probe,tickets` compares Valence's
+strategies instead, the first with each of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKS = {
     "noops": "10,000 no-op calls",
     "commands": "2,000 x /bin/true",
     "layers": "100 x 20 layers, each of two",
-    "latency": "one no-op, there and back",
+    "latency": "one no-op, round trip",
 }
 COSTS = ("messages", "bytes", "syncs", "wakeups", "cpu_us")
 
@@ -36,16 +36,16 @@ def run(system: str, python: str, slots: int, *more: str) -> list[dict[str, Any]
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    found = subprocess.run(
+    done = subprocess.run(
         [python, str(HERE / f"with_{system}.py"), str(slots), *more],
         capture_output=True,
         text=True,
         env=environment,
         timeout=RUN_S_MAX,
     )
-    if found.returncode:
-        raise SystemExit(f"{system} failed:\n{found.stderr[-4000:]}")
-    return [json.loads(line) for line in found.stdout.splitlines() if line.startswith('{"work"')]
+    if done.returncode:
+        raise SystemExit(f"{system} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"work"')]
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -63,9 +63,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 else:
                     costs[row["work"]] = {name: row[name] for name in COSTS if name in row}
     ratios = {
-        work: min(s for name, s in found.items() if name != "valence") / found["valence"]
-        for work, found in best.items()
-        if len(found) > 1
+        work: min(s for name, s in rows.items() if name != "valence") / rows["valence"]
+        for work, rows in best.items()
+        if len(rows) > 1
     }
     print("growth: ten times the work", file=sys.stderr, flush=True)
     growth = run("valence", sys.executable, options.slots, "--long")[-1]
@@ -80,7 +80,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def strategies(options: argparse.Namespace) -> dict[str, Any]:
-    """The same works under each strategy, in turns; the best of each counts."""
+    """The same works with each strategy in turn; the best run of each counts."""
     names = options.strategies.split(",")
     best: dict[str, dict[str, float]] = {work: {} for work in WORKS}
     messages: dict[str, dict[str, float]] = {work: {} for work in WORKS}
@@ -96,24 +96,24 @@ def strategies(options: argparse.Namespace) -> dict[str, Any]:
     return {"slots": options.slots, "runs": options.runs, "seconds": best, "messages": messages}
 
 
-def show_strategies(found: dict[str, Any], display: Display) -> None:
-    names = list(next(iter(found["seconds"].values())))
+def show_strategies(results: dict[str, Any], display: Display) -> None:
+    names = list(next(iter(results["seconds"].values())))
     rows = []
     for work, text in WORKS.items():
-        seconds = found["seconds"][work]
+        seconds = results["seconds"][work]
         ratios = [f"{seconds[names[0]] / seconds[name]:.2f} x" for name in names[1:]]
-        per_task = [f"{found['messages'][work].get(name, 0):.2f}" for name in names]
+        per_task = [f"{results['messages'][work].get(name, 0):.2f}" for name in names]
         rows.append((text, *(_speed(work, seconds[n]) for n in names), *ratios, *per_task))
     heads = [name.upper() for name in names]
     against = [f"{head} / {heads[0]}" for head in heads[1:]]
     display.table(("WORK", *heads, *against, *(f"MESSAGES {h}" for h in heads)), rows)
 
 
-def show(found: dict[str, Any], display: Display) -> None:
+def show(results: dict[str, Any], display: Display) -> None:
     rows = []
     for work, text in WORKS.items():
-        seconds = found["seconds"][work]
-        ratio = found["times_as_fast_as_the_faster_other"].get(work)
+        seconds = results["seconds"][work]
+        ratio = results["times_as_fast_as_the_faster_other"].get(work)
         rows.append(
             (
                 text,
@@ -125,10 +125,10 @@ def show(found: dict[str, Any], display: Display) -> None:
     display.say("")
     costs = [
         (WORKS[work], *(f"{row.get(name, 0):.2f}" for name in COSTS))
-        for work, row in found["per_task"].items()
+        for work, row in results["per_task"].items()
     ]
     display.table(("VALENCE, PER TASK", "MESSAGES", "BYTES", "SYNCS", "WAKE-UPS", "CPU US"), costs)
-    grown = found["growth"]
+    grown = results["growth"]
     display.say("")
     display.say(
         f"100,000 no-op calls: {grown['large_s']:.1f} s, {grown['times']:.1f} times what 10,000 "
@@ -151,15 +151,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--others", metavar="PYTHON", help="interpreter with dask and ray")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--strategies", help="compare these of Valence's own instead")
+    parser.add_argument("--strategies", help="compare these strategies of Valence instead")
     options = parser.parse_args()
-    found = strategies(options) if options.strategies else compare(options)
+    results = strategies(options) if options.strategies else compare(options)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     elif options.strategies:
-        show_strategies(found, Display())
+        show_strategies(results, Display())
     else:
-        show(found, Display())
+        show(results, Display())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The data plane, live: a hot file, a source killed in the middle, a wrong chunk, a small cache.
+"""The data plane, live: a hot file, a source killed during a transfer, bad chunks, a small cache.
 
 python -m bench.data hot --mib 1024 --peers 20
 python -m bench.data killed | corrupt | small-cache
@@ -28,17 +28,17 @@ WON = "succeeded"
 
 
 def counted(processes: PeerProcesses, rows: list[dict[str, Any]]) -> dict[str, Counter[str]]:
-    """What each peer says of its transfers and its cache."""
-    found: dict[str, Counter[str]] = {}
+    """Each peer's counters of transfers and of its cache."""
+    counts: dict[str, Counter[str]] = {}
     for row in rows:
-        mine = found[row["id"]] = Counter()
+        own = counts[row["id"]] = Counter()
         for line in processes.client(row).metrics().splitlines():
             name, _, value = line.rpartition(" ")
             for kind in ("transfer", "cache"):
                 start = f'valence_{kind}_total{{kind="'
                 if name.startswith(start):
-                    mine[name[len(start) : -2]] += int(float(value))
-    return found
+                    own[name[len(start) : -2]] += int(float(value))
+    return counts
 
 
 class Origin:
@@ -54,7 +54,7 @@ class Origin:
                     outputfile.write(data)
                     origin.sent += len(data)
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, template: str, *args: object) -> None:
                 pass
 
         handler = functools.partial(Handler, directory=str(directory))
@@ -80,7 +80,7 @@ def made(directory: Path, mib: int) -> tuple[Path, str]:
 
 
 def readers(url: str, count: int, hexdigest: str) -> dict[str, Any]:
-    """Each checks what it reads. `cpus: 2` and peers of two cores: one to a peer."""
+    """Tasks that check the file they read; they need two cores, so each peer of two runs one."""
     check = f"echo '{hexdigest}  big' | sha256sum -c --quiet && echo {{item}} > ok.{{item}}"
     task = {
         "foreach": count,
@@ -105,7 +105,7 @@ def hot(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         took_s = time.monotonic() - began
         peers = Counter(workflow.task(f"read[{n}]")["peer"] for n in range(args.peers))
         by_peer = counted(processes, processes.up())
-        served = {id: c["bytes_served"] for id, c in by_peer.items()}
+        served = {peer_id: c["bytes_served"] for peer_id, c in by_peer.items()}
         size = args.mib * MIB
         return {
             "peers": len(peers),
@@ -123,8 +123,8 @@ def hot(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Of two holders the one is killed while a third peer fetches from both. A file that has come
-    before anybody could look is no test: then a larger one is taken."""
+    """One of two holders is killed while a third peer fetches from both. If the whole file arrives
+    before the kill, that tests nothing, and a larger file is used."""
     processes = PeerProcesses(home, 4, "--cpus", "2")
     try:
         rows = processes.up()
@@ -138,11 +138,11 @@ def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
         for mib in (args.mib, 4 * args.mib, 16 * args.mib):
             path, digest = made(home, mib)
-            hash, size = f"sha256:{digest}", mib * MIB
-            upload(processes.client(first), path, hash)
-            upload(processes.client(second), path, hash)
+            blob_id, size = f"sha256:{digest}", mib * MIB
+            upload(processes.client(first), path, blob_id)
+            upload(processes.client(second), path, blob_id)
             document = readers("", 1, digest)
-            document["inputs"] = {"big": {"blob": hash}}
+            document["inputs"] = {"big": {"blob": blob_id}}
             begun = fetched()
             workflow = processes.client(third).submit(document)
             until(functools.partial(came, begun), 60, every_s=0.005)
@@ -150,7 +150,9 @@ def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
             if before < size:
                 break
         else:
-            raise SystemExit("each file came faster than one could look; choose a larger --mib")
+            raise SystemExit(
+                "every file arrived before its source could be killed; choose a larger --mib"
+            )
         processes.kill(first["id"])
         state = workflow.wait()
         return {
@@ -162,8 +164,8 @@ def killed(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         processes.close()
 
 
-def turn_over(blob: Path, mib: int) -> None:
-    """A bit of each chunk."""
+def flip_bits(blob: Path, mib: int) -> None:
+    """Flips a bit of each chunk."""
     blob.chmod(0o600)
     with blob.open("r+b") as file:
         for chunk in range(mib):
@@ -174,39 +176,39 @@ def turn_over(blob: Path, mib: int) -> None:
 
 
 def corrupt(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """A bit of every chunk is turned over on the disks of all holders but one: whoever is asked
-    first, some of it is wrong."""
+    """A bit of every chunk is flipped on the disks of all holders but one, so that some chunks are
+    wrong whichever holder is asked first."""
     processes = PeerProcesses(home, 6, "--cpus", "2")
     path, digest = made(home, args.mib)
     try:
         first, second = processes.up()[:2]
-        hash = f"sha256:{digest}"
+        blob_id = f"sha256:{digest}"
         for row in (first, second):
-            upload(processes.client(row), path, hash)
+            upload(processes.client(row), path, blob_id)
         # the manifest is known before the disk goes bad, as when the file is in use
         readers_of = readers("", 1, digest)
-        readers_of["inputs"] = {"big": {"blob": hash}}
+        readers_of["inputs"] = {"big": {"blob": blob_id}}
         assert processes.client(processes.up()[3]).submit(readers_of).wait() == "succeeded"
         where = {
             row["id"]: Path(row["data"]) / "blobs" / digest[:2] / digest for row in processes.up()
         }
         without = [row for row in processes.up() if not where[row["id"]].exists()]
-        for id, blob in where.items():
-            if id != second["id"] and blob.exists():
-                turn_over(blob, args.mib)
+        for peer_id, blob in where.items():
+            if peer_id != second["id"] and blob.exists():
+                flip_bits(blob, args.mib)
         workflow = processes.client(without[0]).submit(readers_of)
         state = workflow.wait()
-        found = counted(processes, processes.up())
+        counts = counted(processes, processes.up())
         return {
             "state": state,
-            "corrupt chunks that were found": sum(c["corrupt"] for c in found.values()),
+            "corrupt chunks that were found": sum(c["corrupt"] for c in counts.values()),
         }
     finally:
         processes.close()
 
 
 def small_cache(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """A chain of stages that moves a GiB through one peer with 100 MiB for files."""
+    """A chain of stages moves a GiB through one peer that has 100 MiB for files."""
     processes = PeerProcesses(home, args.peers if args.peers != 20 else 1, "--disk", "100MiB")
     try:
         stages, width, mib = 16, 4, 16
@@ -266,8 +268,8 @@ def _disk(path: Path) -> int:
     return sum(seen.values())
 
 
-def upload(client: Client, path: Path, hash: str) -> None:
-    client.upload(path, hash)
+def upload(client: Client, path: Path, blob_id: str) -> None:
+    client.upload(path, blob_id)
 
 
 WORKS = {"hot": hot, "killed": killed, "corrupt": corrupt, "small-cache": small_cache}

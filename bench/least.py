@@ -1,9 +1,9 @@
-"""`python -m bench.least`: is the peer that a task goes to the least loaded at that moment?
+"""`python -m bench.least`: does a task go to the peer that is least loaded at that moment?
 
-Live peers of four cores; tasks come at random times to random peers, alone or three together, so
-that half of all cores are in use. Afterwards the records of all placements say where each task
-went, how long that took to find, and from when to when it was there: so how loaded every peer was
-when the question was asked.
+Live peers have four cores each. Tasks arrive at random times at random peers, alone or three
+together, so that half of all cores are in use. Afterwards the records of all placements tell where
+each task went, how long the search took, and from when to when the task was there: and so how loaded
+every peer was when the task was placed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from valence.client import Client
 
 VALENCE = [sys.executable, "-m", "valence"]
 CPUS, RATE, USED = 4, 12.0, 0.5
-BEGIN_S = 5.0  # until half of all is in use, it is not counted
+BEGIN_S = 5.0  # until half of all cores are in use, nothing is counted
 
 
 class Stay(NamedTuple):
-    """One task at one peer."""
+    """A task's time at one peer."""
 
     peer: str
     workflow: str
@@ -39,28 +39,28 @@ class Stay(NamedTuple):
 
 
 def stays(workflow: str, view: dict[str, Any]) -> list[Stay]:
-    found = []
+    listed = []
     for attempt in view["history"]:
         placement = attempt["placement"]
         asked_at = attempt["placed_at"] - placement.get("sought_s", 0.0)
-        found.append(
+        listed.append(
             Stay(attempt["peer"], workflow, asked_at, attempt["placed_at"],
                  attempt["ended_at"], placement["why"])
         )  # fmt: skip
-    return found
+    return listed
 
 
-def above_least(one: Stay, all_stays: list[Stay], peers: list[str]) -> int:
-    """Tasks at its peer when it was asked for, less those at the peer that had fewest. Its fellows
-    were asked for together with it: they are where they went."""
+def above_least(stay: Stay, all_stays: list[Stay], peers: list[str]) -> int:
+    """Tasks at its peer when it was placed, minus those at the peer that had fewest. Tasks of its
+    own workflow were placed together with it, and count where they went."""
     at: Counter[str] = Counter()
     for other in all_stays:
-        if other is one:
+        if other is stay:
             continue
-        fellow = other.workflow == one.workflow
-        if fellow or other.placed_at <= one.asked_at < other.ended_at:
+        fellow = other.workflow == stay.workflow
+        if fellow or other.placed_at <= stay.asked_at < other.ended_at:
             at[other.peer] += 1
-    return at[one.peer] - min(at[peer] for peer in peers)
+    return at[stay.peer] - min(at[peer] for peer in peers)
 
 
 def measure(count: int, strategy: str, tasks: int, seed: int) -> dict[str, Any]:
@@ -91,24 +91,24 @@ def measure(count: int, strategy: str, tasks: int, seed: int) -> dict[str, Any]:
                 document = {"name": "least", "strategy": strategy, "tasks": body}
                 sent.append((rng.choice(clients).submit(document), width))
                 submitted += width
-            found: list[Stay] = []
+            placed: list[Stay] = []
             for workflow, width in sent:
                 assert workflow.wait() == "succeeded", workflow.view()
                 for n in range(width):
-                    found += stays(workflow.id, workflow.task(f"t{n}"))
+                    placed += stays(workflow.id, workflow.task(f"t{n}"))
         finally:
             subprocess.run([*VALENCE, "down"], env=environment, stdout=subprocess.DEVNULL)
     begin = first + max(BEGIN_S, 1.5 * mean_s)
-    counted = [one for one in found if one.asked_at > begin]
-    over = Counter(above_least(one, found, names) for one in counted)
-    sought = sorted(one.placed_at - one.asked_at for one in counted)
+    counted = [stay for stay in placed if stay.asked_at > begin]
+    over = Counter(above_least(stay, placed, names) for stay in counted)
+    sought = sorted(stay.placed_at - stay.asked_at for stay in counted)
     return {
         "peers": count,
         "placements": len(counted),
         "least_loaded": over[0] / len(counted) if counted else None,
         "above": {str(k): over[k] for k in sorted(over)},
         "sought_ms": round(1000 * sought[len(sought) // 2], 2) if sought else None,
-        "how": dict(Counter(one.why for one in counted).most_common(8)),
+        "how": dict(Counter(stay.why for stay in counted).most_common(8)),
     }
 
 

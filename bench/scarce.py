@@ -1,8 +1,8 @@
-"""`python -m bench.scarce`: many homes want the few peers that fit, under each strategy in turn.
+"""`python -m bench.scarce`: many homes compete for the few suitable peers, with each strategy in turn.
 
-Of twenty peers two have what the tasks need. Eight workflows are submitted at once, each through a
-peer of its own: forks of four tasks of 0.1 s between single ones. The time until the last of them
-has ended, best of `--runs` turns; and how far that is from the least it could take.
+Only two of twenty peers have what the tasks need. Eight workflows are submitted at once, each
+through a peer of its own: forks of four tasks of 0.1 s between single tasks. The result is the time
+until the last of them has ended, best of `--runs` turns, and its ratio to the least possible.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def main() -> int:
         print(json.dumps({"seconds": best, "least_s": least_s}))
     else:
         for strategy, took_s in best.items():
-            print(
-                f"{strategy:10} {took_s:6.2f} s, {took_s / least_s:.2f} x the least it could take"
-            )
+            print(f"{strategy:10} {took_s:6.2f} s, {took_s / least_s:.2f} x the least possible")
     return 0
 
 

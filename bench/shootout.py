@@ -1,10 +1,10 @@
-"""`make shootout`: the same work by every strategy, simulated and live, in one table.
+"""`make shootout`: the same work with every strategy, simulated and live, in one table.
 
-The nine WfCommons instances (`--instances DIR` says where they are), a fork-join of 500, a pool in
-which one peer in ten suits the tasks, and a workflow that moves much data. Simulated: 20 peers of
-two cores, the product's own code, tasks as timers, every file 20,000 bytes. Live: ten peers of two
-cores as processes, tasks scaled down. Messages are those of the strategies, of work and of files;
-what finds and watches members is left out.
+The works are the nine WfCommons instances (in `--instances DIR`), a fork-join of 500, a pool in which
+one peer in ten suits the tasks, and a workflow that moves much data. Simulated: 20 peers of two
+cores, the product's own code, tasks as timers, every file of 20,000 bytes. Live: ten peers of two
+cores as processes, tasks scaled down. Messages of the strategies, of work and of files are counted;
+messages of membership and of the overlay are not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from valence.workflow import wfformat
 from valence.workflow.strategies import BUILT_IN
 
 PEERS, SIM_PEERS = 10, 20
-#: of members and of the overlay: they are sent whether there is work or not
+#: messages of membership and of the overlay, which are sent whether there is work or not
 UPKEEP = {
     "Ping", "Ack", "PingFor", "PingedFor", "Sync", "Synced", "Exchange", "Rumours", "Wave", "Hello",
     "Welcome", "FindPeers", "FoundPeers", "Leave", "StoreRecords", "StoredRecords",
@@ -61,7 +61,7 @@ def scarce(command: Any) -> dict[str, Any]:
 
 
 def heavy(command: Any, made: Any = None) -> dict[str, Any]:
-    """Twenty files, each read by four tasks, whose files two and two are read by another."""
+    """Twenty files, each read by four tasks, whose own files are read in pairs by further tasks."""
     tasks: dict[str, Any] = {}
     for i in range(20):
         name = f"large.{i}"
@@ -79,12 +79,12 @@ def heavy(command: Any, made: Any = None) -> dict[str, Any]:
 
 
 def instances(directory: Path | None) -> list[tuple[str, dict[str, Any]]]:
-    found = []
+    named = []
     for path in sorted(directory.glob("*.json")) if directory else ():
         value = json.loads(path.read_text())
         if wfformat.is_instance(value):
-            found.append((path.stem, value))
-    return found
+            named.append((path.stem, value))
+    return named
 
 
 # --------------------------------------------------------------------------- simulated
@@ -131,8 +131,8 @@ async def simulated(document: dict[str, Any], strategy: str) -> dict[str, float]
     text = json.dumps({**document, "strategy": strategy}).encode()
     began = asyncio.get_running_loop().time()
     home = hosts[0].enactment
-    id, _ = await home.gateway.submit(text, {}, "somebody", False)
-    run = home.home.remembered(id)
+    workflow_id, _ = await home.gateway.submit(text, {}, "somebody", False)
+    run = home.home.remembered(workflow_id)
     assert run is not None
     while not run.over:
         await asyncio.sleep(0.05)
@@ -165,7 +165,7 @@ def with_outputs(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(name: str, source: str = "") -> list[str]:
-    """4 MiB, of which all are different."""
+    """4 MiB, different for each file."""
     more = f"cat {source} | tail -c 4194000" if source else "head -c 4194000 /dev/urandom"
     return ["sh", "-c", f"({more}; head -c 304 /dev/urandom) > {name}"]
 
@@ -240,14 +240,16 @@ def simulate(strategies: Iterable[str], directory: Path | None) -> list[dict[str
     for work in works:
         for strategy in strategies:
             random.seed(1)
-            found = run_out(simulated(work, strategy))
-            rows.append({"where": "simulated", "work": work["name"], "strategy": strategy, **found})
+            result = run_out(simulated(work, strategy))
+            rows.append(
+                {"where": "simulated", "work": work["name"], "strategy": strategy, **result}
+            )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
 def live(strategies: Iterable[str], directory: Path | None) -> list[dict[str, Any]]:
-    """For each strategy peers of its own: what one has left in their caches helps no other."""
+    """Each strategy has peers of its own, so that none profits from the caches that another filled."""
     rows = []
     works: list[tuple[str, dict[str, Any], dict[str, float]]] = [
         ("fork-join of 500", with_outputs(fork_join(slept)), {}),
@@ -262,8 +264,8 @@ def live(strategies: Iterable[str], directory: Path | None) -> list[dict[str, An
             try:
                 pool.run(with_outputs(scarce(slept)), strategy)  # warm
                 for name, document, scaled in works:
-                    found = pool.run(document, strategy, **scaled)
-                    rows.append({"where": "live", "work": name, "strategy": strategy, **found})
+                    result = pool.run(document, strategy, **scaled)
+                    rows.append({"where": "live", "work": name, "strategy": strategy, **result})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             finally:
                 pool.close()
@@ -282,7 +284,10 @@ def main() -> int:
     strategies = options.strategies.split(",")
     directory = Path(options.instances) if options.instances else None
     if directory is None:
-        print("without the WfCommons instances: --instances DIR names them", file=sys.stderr)
+        print(
+            "the WfCommons instances are left out: name their directory with --instances DIR",
+            file=sys.stderr,
+        )
     rows = [] if options.only == "live" else simulate(strategies, directory)
     rows += [] if options.only == "simulated" else live(strategies, directory)
     if options.json:

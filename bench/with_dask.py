@@ -1,4 +1,4 @@
-"""Dask's distributed scheduler, with `worker-saturation` at `inf`: three times faster on no-ops."""
+"""Runs the works on Dask, with `worker-saturation` at `inf`: three times faster on no-ops."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def main(slots: int) -> None:
     assert client.gather(client.map(noop, range(200), pure=False)) == list(range(200))
 
     def noops() -> None:
-        found = client.gather(client.map(noop, range(NOOPS), pure=False))
-        assert found == list(range(NOOPS))
+        values = client.gather(client.map(noop, range(NOOPS), pure=False))
+        assert values == list(range(NOOPS))
 
     def commands() -> None:
         assert not any(client.gather(client.map(command, range(COMMANDS), pure=False)))
@@ -49,7 +49,7 @@ def main(slots: int) -> None:
         ("commands", COMMANDS, commands),
     ):
         timed(work, count, run)
-        time.sleep(1.0)  # what it cleans up afterwards is not the next work's
+        time.sleep(1.0)  # its cleaning up must not count in the next work
     latency("latency", lambda: client.submit(noop, 0, pure=False).result())
     client.close()
     cluster.close()

@@ -1,4 +1,4 @@
-"""Ray, one node with as many CPUs as slots, its dashboard and usage reports off."""
+"""Runs the works on Ray: one node with as many CPUs as slots, dashboard and usage reports off."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Valence: a peer for each slot, journal and security on, asked over HTTP as any user asks.
+"""Runs the works on Valence: one peer per slot, journal and security on, used over HTTP.
 
-What a task costs is counted by the peers' own metrics, before and after each work.
+The cost of a task comes from the peers' own metrics, before and after each work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def commands(count: int) -> dict[str, Any]:
 
 
 def layers() -> dict[str, Any]:
-    """Each takes the values of two of the layer above."""
+    """Each task takes the values of two tasks of the layer above."""
     tasks: dict[str, Any] = {}
     for level in range(DEPTH):
         for i in range(WIDTH):
@@ -44,22 +44,22 @@ def layers() -> dict[str, Any]:
 
 
 def counted(urls: list[str]) -> Counter[str]:
-    """Of all peers together: messages and bytes between them, syncs, wake-ups."""
-    found: Counter[str] = Counter()
+    """The totals of all peers: messages and bytes between them, syncs, wake-ups."""
+    counts: Counter[str] = Counter()
     for url in urls:
         for line in Client(url, os.environ["VALENCE_TOKEN"]).metrics().splitlines():
             name, _, value = line.rpartition(" ")
             if name == 'valence_disk_total{kind="syncs"}':
-                found["syncs"] += float(value)
+                counts["syncs"] += float(value)
             elif name.startswith("valence_messages_total{"):
-                found["messages"] += float(value)
+                counts["messages"] += float(value)
             elif name == 'valence_calls_total{kind="bytes_sent"}':
-                found["bytes"] += float(value)
+                counts["bytes"] += float(value)
             elif name == 'valence_process_total{kind="wakeups"}':
-                found["wakeups"] += float(value)
+                counts["wakeups"] += float(value)
             elif name == 'valence_process_total{kind="cpu_seconds"}':
-                found["cpu_us"] += 1e6 * float(value)
-    return found
+                counts["cpu_us"] += 1e6 * float(value)
+    return counts
 
 
 def pss_bytes(pid: int) -> int:
@@ -71,19 +71,19 @@ def pss_bytes(pid: int) -> int:
 
 def do(client: Client, urls: list[str], work: str, count: int, document: dict[str, Any]) -> None:
     before = counted(urls)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def run() -> None:
         workflow = client.submit({**document, "strategy": STRATEGY})
         assert workflow.wait() == "succeeded", workflow.view()
         if work != "commands":
-            found.update(workflow.values())
+            values.update(workflow.values())
 
     timed(work, count, run)
     if work == "noops":
-        assert found == {f"n[{i}]": i for i in range(count)}
+        assert values == {f"n[{i}]": i for i in range(count)}
     elif work == "layers":
-        assert len(found) == WIDTH, len(found)
+        assert len(values) == WIDTH, len(values)
     after = counted(urls)
     say(work, **{name: (after[name] - before[name]) / count for name in after})
 
@@ -124,7 +124,7 @@ def main(slots: int, long: bool) -> None:
 
 
 def grow(client: Client, pid: int) -> None:
-    """Ten times the work: how much longer, and how much memory a finished task leaves."""
+    """Ten times the work: how much longer it takes, and how much memory a finished task keeps."""
 
     def run(count: int) -> float:
         start = time.perf_counter()
@@ -137,7 +137,7 @@ def grow(client: Client, pid: int) -> None:
         small.append(run(NOOPS))
         before = pss_bytes(pid)
         large.append(run(10 * NOOPS))
-        if turn == 0:  # later ones use memory that the first has left
+        if turn == 0:  # later tasks reuse memory that the first ones have freed
             held = (pss_bytes(pid) - before) / (10 * NOOPS)
     report(min(small), min(large), held)
 

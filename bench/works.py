@@ -1,4 +1,4 @@
-"""The work that every system gets, and how a run of it is timed. The standard library alone.
+"""The works that every system runs, and their timing, with nothing but the standard library.
 
 Each `with_….py` starts one system with the given number of slots, does all works once, and prints a
 JSON line for each. Every system returns each call's value to the caller, who checks it.
@@ -19,7 +19,7 @@ TRUE = "/bin/true"
 
 
 def parents(index: int) -> tuple[int, int]:
-    """The two of the layer above that a task of a layer takes."""
+    """The two tasks of the layer above whose values a task takes."""
     return index, (index + 1) % WIDTH
 
 
@@ -33,12 +33,12 @@ def timed(work: str, count: int, run: Callable[[], None]) -> None:
 def latency(work: str, run: Callable[[], None]) -> None:
     for _ in range(WARM):
         run()
-    found = []
+    took = []
     for _ in range(LATENCIES):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    say(work, seconds=statistics.median(found), per_s=1 / statistics.median(found))
+        took.append(time.perf_counter() - start)
+    say(work, seconds=statistics.median(took), per_s=1 / statistics.median(took))
 
 
 def say(work: str, **row: object) -> None:

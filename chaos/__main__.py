@@ -78,9 +78,9 @@ def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
                     again.append((time.monotonic() + 1.0, victim))
             after = time.monotonic() + 2.0
             while time.monotonic() < after and state not in ("succeeded", "failed"):
-                for at, id in [row for row in again if row[0] <= time.monotonic()]:
-                    again.remove((at, id))
-                    cluster.restart(id)
+                for at, peer_id in [row for row in again if row[0] <= time.monotonic()]:
+                    again.remove((at, peer_id))
+                    cluster.restart(peer_id)
                 time.sleep(0.1)
                 state = _state(cluster, workflow.id)
             there = [row["id"] for row in cluster.up()]
@@ -96,10 +96,10 @@ def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         per_s = [
             sum(first + s <= at < first + s + 1 for at in done) for s in range(int(took_s) + 1)
         ]
-        found = checked(cluster, seen, TASKS) if state == "succeeded" else {"right": False}
+        checks = checked(cluster, seen, TASKS) if state == "succeeded" else {"right": False}
         return {
             "state": state,
-            **found,
+            **checks,
             "kills": killed,
             "never_back": len(cluster.gone),
             "homes": [round(e["at"] - first, 1) for e in moves],
@@ -112,9 +112,9 @@ def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         cluster.close()
 
 
-def _state(cluster: PeerProcesses, id: str) -> str:
+def _state(cluster: PeerProcesses, workflow_id: str) -> str:
     try:
-        return str(cluster.anyone().request("GET", f"/v1/workflows/{id}")["state"])
+        return str(cluster.anyone().request("GET", f"/v1/workflows/{workflow_id}")["state"])
     except Exception:
         return ""
 
@@ -149,8 +149,8 @@ def accept(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         cluster.close()
 
 
-def _final(client: Any, id: str) -> str:
-    state = client.request("GET", f"/v1/workflows/{id}")["state"]
+def _final(client: Any, workflow_id: str) -> str:
+    state = client.request("GET", f"/v1/workflows/{workflow_id}")["state"]
     return state if state in ("succeeded", "failed", "cancelled") else ""
 
 
@@ -220,19 +220,24 @@ def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         time.sleep(3)
         cluster.cut()
         time.sleep(60)
-        before = {name: cluster.view(3, id) for name, id in (("in", inside), ("out", outside))}
+        before = {
+            name: cluster.view(3, workflow_id)
+            for name, workflow_id in (("in", inside), ("out", outside))
+        }
         cluster.heal()
         start = time.monotonic()
         states = {}
-        for name, id in (("inside", inside), ("outside", outside)):
-            states[name] = until(lambda: cluster.final(3, id), 180)  # noqa: B023
+        for name, workflow_id in (("inside", inside), ("outside", outside)):
+            states[name] = until(lambda: cluster.final(3, workflow_id), 180)  # noqa: B023
         took_s = time.monotonic() - start
         return {
             "states_before_healing": {k: v and v["state"] for k, v in before.items()},
             "right": set(states.values()) == {"succeeded"},
             "states": states,
             "finished_after_healing_s": took_s,
-            "each_once": all(_each_once(cluster, id, 300) for id in (inside, outside)),
+            "each_once": all(
+                _each_once(cluster, workflow_id, 300) for workflow_id in (inside, outside)
+            ),
         }
     finally:
         cluster.close()
@@ -248,16 +253,16 @@ def lossy(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         calm_s = time.monotonic() - start
         cluster.lossy(10)
         start = time.monotonic()
-        id = cluster.submit(2, work(150, TASK_S))
+        workflow_id = cluster.submit(2, work(150, TASK_S))
         for victim in (2, 3):
             time.sleep(2)
             cluster.kill(victim)
             time.sleep(1)
             cluster.restart(victim)
-        state = until(lambda: cluster.final(5, id), 240)
+        state = until(lambda: cluster.final(5, workflow_id), 240)
         return {
             "state": state,
-            "each_once": _each_once(cluster, id, 150),
+            "each_once": _each_once(cluster, workflow_id, 150),
             "calm_s": calm_s,
             "took_s": time.monotonic() - start,
         }
@@ -269,7 +274,7 @@ def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """5 hosts with small disks; that of the home, and one other, is full for 10 s."""
     cluster = Hosts(home, 5, disk_mib=24)
     try:
-        id = cluster.submit(1, work(150, TASK_S))
+        workflow_id = cluster.submit(1, work(150, TASK_S))
         time.sleep(2)
         for index in (1, 3):
             cluster.fill(index)
@@ -281,19 +286,19 @@ def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
             refused = str(error).strip().splitlines()[-1][:200]
         for index in (1, 3):
             cluster.free(index)
-        state = until(lambda: cluster.final(2, id), 240)
+        state = until(lambda: cluster.final(2, workflow_id), 240)
         return {
             "state": state,
-            "each_once": _each_once(cluster, id, 150),
+            "each_once": _each_once(cluster, workflow_id, 150),
             "a_submission_to_a_full_disk": refused or "was taken",
         }
     finally:
         cluster.close()
 
 
-def _each_once(cluster: PeerProcesses | Hosts, id: str, count: int) -> bool:
-    found = cluster.commits(id)
-    return len(found) == count + 1 and set(found.values()) == {1}
+def _each_once(cluster: PeerProcesses | Hosts, workflow_id: str, count: int) -> bool:
+    commits = cluster.commits(workflow_id)
+    return len(commits) == count + 1 and set(commits.values()) == {1}
 
 
 def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
@@ -381,7 +386,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no attack {unknown[0]}; there are {', '.join(strangers.ATTACKS)}")
     display = Display()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in options.scenarios or SCENARIOS:
         lacking = _lacking(name)
         if lacking:
@@ -389,17 +394,18 @@ def main() -> int:
             continue
         print(f"{name}: {(SCENARIOS[name].__doc__ or '').strip()}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="valence-chaos-") as home:
-            found[name] = SCENARIOS[name](options, Path(home))
+            results[name] = SCENARIOS[name](options, Path(home))
         if not options.json:
             rows = [
-                (k, f"{v:.2f}" if isinstance(v, float) else str(v)) for k, v in found[name].items()
+                (k, f"{v:.2f}" if isinstance(v, float) else str(v))
+                for k, v in results[name].items()
             ]
             display.table((name.upper(), ""), rows)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     good = all(
         row.get("right", True) and row.get("each_once", True) and row.get("state") != "failed"
-        for row in found.values()
+        for row in results.values()
     )
     return 0 if good else 1
 

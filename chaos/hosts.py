@@ -119,24 +119,24 @@ class Hosts:
     def submit(self, index: int, document: dict[str, Any]) -> str:
         return str(self.ask(index, "POST", "/v1/workflows", json.dumps(document).encode())["id"])
 
-    def view(self, index: int, id: str) -> dict[str, Any] | None:
+    def view(self, index: int, workflow_id: str) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = self.ask(index, "GET", f"/v1/workflows/{id}")
+            view: dict[str, Any] = self.ask(index, "GET", f"/v1/workflows/{workflow_id}")
         except OSError:
             return None
-        return found
+        return view
 
-    def final(self, index: int, id: str) -> str:
-        view = self.view(index, id)
+    def final(self, index: int, workflow_id: str) -> str:
+        view = self.view(index, workflow_id)
         state = view["state"] if view else ""
         return state if state in ("succeeded", "failed", "cancelled") else ""
 
     def commits(self, workflow: str) -> Counter[str]:
         best: Counter[str] = Counter()
         for path in self.home.glob("host-*/peer.db"):
-            found = committed(path, workflow)
-            if sum(found.values()) > sum(best.values()):
-                best = found
+            counts = committed(path, workflow)
+            if sum(counts.values()) > sum(best.values()):
+                best = counts
         return best
 
     # ----------------------------------------------------------------- breaking it

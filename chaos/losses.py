@@ -111,12 +111,12 @@ def _pairs(
     with contextlib.closing(PeerProcesses(home / name, PEERS, "--cpus", "1")) as cluster:
         began_at = time.time()
         client = cluster.client(cluster.rows()[0])
-        id = client.submit({"name": name, "tasks": tasks}).id
+        workflow_id = client.submit({"name": name, "tasks": tasks}).id
         time.sleep(after_s)
-        view = client.request("GET", f"/v1/workflows/{id}")
+        view = client.request("GET", f"/v1/workflows/{workflow_id}")
         running = marks.running()
         strike(cluster, view)
-        state, ended_at = _end(cluster.anyone, id)
+        state, ended_at = _end(cluster.anyone, workflow_id)
     return LossRun(state, ended_at - began_at, marks.twice(), running)
 
 
@@ -124,9 +124,9 @@ def _kill(cluster: PeerProcesses, view: dict[str, Any], others: int) -> None:
     """Kill the home for good, and this many peers that keep no journal."""
     keeping = {view["home"], *view["keepers"]}
     without = [row["id"] for row in cluster.rows() if row["id"] not in keeping]
-    for id in (view["home"], *without[:others]):
-        cluster.kill(id)
-        cluster.gone.add(id)
+    for peer_id in (view["home"], *without[:others]):
+        cluster.kill(peer_id)
+        cluster.gone.add(peer_id)
 
 
 def _down_and_up(cluster: PeerProcesses, view: dict[str, Any]) -> None:
@@ -136,11 +136,11 @@ def _down_and_up(cluster: PeerProcesses, view: dict[str, Any]) -> None:
     cluster.start()
 
 
-def _end(someone: Callable[[], Client], id: str) -> tuple[str, float]:
+def _end(someone: Callable[[], Client], workflow_id: str) -> tuple[str, float]:
     """How a workflow ended, and when."""
 
     def ended() -> dict[str, Any] | None:
-        view: dict[str, Any] = someone().request("GET", f"/v1/workflows/{id}")
+        view: dict[str, Any] = someone().request("GET", f"/v1/workflows/{workflow_id}")
         return view if view["state"] in FINAL else None
 
     try:
@@ -152,18 +152,18 @@ def _end(someone: Callable[[], Client], id: str) -> tuple[str, float]:
 
 def sites(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """Two clusters on one queue make 80 files and merge them; the queue is killed in between."""
-    found: dict[str, Any] = {"right": True}
+    results: dict[str, Any] = {"right": True}
     for name in ("pinned", "spread"):
         state, total, took_s, began = _merge(home, name)
         each_once = len(began) == PARTS and set(began.values()) == {1}
         whole = state == "succeeded" and total == PARTS * PART_BYTES
-        found["right"] = found["right"] and whole and each_once
-        found[f"{name}_state"] = state
-        found[f"{name}_s"] = took_s
-        found[f"{name}_bytes"] = total
-        found[f"{name}_parts_begun"] = began.total()
-        found[f"{name}_parts_twice"] = sum(times > 1 for times in began.values())
-    return found
+        results["right"] = results["right"] and whole and each_once
+        results[f"{name}_state"] = state
+        results[f"{name}_s"] = took_s
+        results[f"{name}_bytes"] = total
+        results[f"{name}_parts_begun"] = began.total()
+        results[f"{name}_parts_twice"] = sum(times > 1 for times in began.values())
+    return results
 
 
 def _merge(home: Path, name: str) -> tuple[str, int, float, Counter[str]]:

@@ -30,20 +30,20 @@ def as_owner(cluster: PeerProcesses, name: str, url: str) -> Client:
 
 def fair(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """Two owners, the second 2 s later: its share of slot time, by each strategy and by a queue."""
-    found: dict[str, tuple[float, float]] = {}
+    shares: dict[str, tuple[float, float]] = {}
     with contextlib.closing(PeerProcesses(home / "peers", PEERS, "--cpus", str(CPUS))) as cluster:
         urls = [row["http"] for row in cluster.rows()]
         first = as_owner(cluster, "ada", urls[0])
         for strategy in BUILT_IN:
             for through, url in (("one_peer", urls[0]), ("two_peers", urls[2])):
                 second = as_owner(cluster, "bob", url)
-                found[f"{strategy}_{through}"] = _share(first, second, strategy)
-    found["queue"] = _share_of_queue(home)
+                shares[f"{strategy}_{through}"] = _share(first, second, strategy)
+    shares["queue"] = _share_of_queue(home)
     least, most = SHARE_PERCENT
     return {
-        "right": all(least <= percent <= most for percent, _ in found.values()),
-        **{f"{name}_percent": percent for name, (percent, _) in found.items()},
-        "least_slots_busy_percent": min(busy for _, busy in found.values()),
+        "right": all(least <= percent <= most for percent, _ in shares.values()),
+        **{f"{name}_percent": percent for name, (percent, _) in shares.items()},
+        "least_slots_busy_percent": min(busy for _, busy in shares.values()),
     }
 
 

@@ -55,14 +55,14 @@ class PeerProcesses:
         return tokens.make(self.token, name, "submit", time.time() + 3600)[0]
 
     def rows(self) -> list[dict[str, Any]]:
-        found = []
+        described = []
         for path in sorted(self.home.glob("peer-*/peer.json")):
             with contextlib.suppress(OSError, ValueError):
-                found.append({**json.loads(path.read_text()), "data": str(path.parent)})
-        return found
+                described.append({**json.loads(path.read_text()), "data": str(path.parent)})
+        return described
 
-    def row(self, id: str) -> dict[str, Any]:
-        return next(row for row in self.rows() if row["id"] == id)
+    def row(self, peer_id: str) -> dict[str, Any]:
+        return next(row for row in self.rows() if row["id"] == peer_id)
 
     def client(self, row: dict[str, Any]) -> Client:
         return Client(row["http"], self.token)
@@ -73,12 +73,12 @@ class PeerProcesses:
     def anyone(self, but: str = "") -> Client:
         return self.client(next(row for row in self.up() if row["id"] != but))
 
-    def kill(self, id: str, number: int = signal.SIGKILL) -> None:
+    def kill(self, peer_id: str, number: int = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.row(id)["pid"], number)
+            os.kill(self.row(peer_id)["pid"], number)
 
-    def restart(self, id: str) -> None:
-        command = [*VALENCE, "peer", "--data", self.row(id)["data"], "--quiet"]
+    def restart(self, peer_id: str) -> None:
+        command = [*VALENCE, "peer", "--data", self.row(peer_id)["data"], "--quiet"]
         self._again.append(subprocess.Popen(command, env=self.environment))
 
     def close(self) -> None:
@@ -96,9 +96,9 @@ class PeerProcesses:
         """How often each task was committed, by the copy on disk that is furthest."""
         best: Counter[str] = Counter()
         for row in self.rows():
-            found = committed(Path(row["data"]) / "peer.db", workflow)
-            if sum(found.values()) > sum(best.values()):
-                best = found
+            counts = committed(Path(row["data"]) / "peer.db", workflow)
+            if sum(counts.values()) > sum(best.values()):
+                best = counts
         return best
 
 
@@ -119,26 +119,26 @@ def _alive(pid: int) -> bool:
 
 
 def committed(path: Path, workflow: str) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         sql = "select kind, body from entries where workflow = ? order by seq"
         for kind, body in database.execute(sql, (workflow,)):
-            said = read(kind, body)
-            if isinstance(said, AttemptsFinished):
-                won = (one for one in said.outcomes if one.verdict == "succeeded")
-                found.update(one.outcome.key.task for one in won)
-            elif isinstance(said, TasksReopened):  # its outputs were lost: once more is right
-                found.subtract(one.task for one in said.tasks)
-    return found
+            entry = read(kind, body)
+            if isinstance(entry, AttemptsFinished):
+                won = (row for row in entry.outcomes if row.verdict == "succeeded")
+                counts.update(row.outcome.key.task for row in won)
+            elif isinstance(entry, TasksReopened):  # its outputs were lost: once more is right
+                counts.subtract(row.task for row in entry.tasks)
+    return counts
 
 
 def until(condition: Callable[[], Any], within_s: float, every_s: float = 0.1) -> Any:
     deadline = time.monotonic() + within_s
     while True:
         with contextlib.suppress(Exception):
-            found = condition()
-            if found:
-                return found
+            result = condition()
+            if result:
+                return result
         if time.monotonic() > deadline:
             raise TimeoutError(f"not true within {within_s:g} s")
         time.sleep(every_s)

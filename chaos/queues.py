@@ -78,13 +78,13 @@ def work(count: int, seconds: float) -> dict[str, Any]:
 
 def rounds(cluster: PeerProcesses, rows: list[dict[str, Any]]) -> int:
     """That the master pilots of these have called."""
-    found = 0
+    called = 0
     for row in rows:
         with contextlib.suppress(Exception):
             for line in cluster.client(row).metrics().splitlines():
                 if line.startswith('valence_master_total{kind="assigned"'):
-                    found += int(float(line.rpartition(" ")[2]))
-    return found
+                    called += int(float(line.rpartition(" ")[2]))
+    return called
 
 
 def _kill_master(cluster: PeerProcesses) -> float:

@@ -96,11 +96,11 @@ class Cluster(PeerProcesses):
     def last_words(self) -> list[str]:
         """The last line in the log of each dead daemon."""
         alive = self.up()
-        found = []
+        lines = []
         for path in [Path(row["data"]) for row in self.rows() if row not in alive]:
             line = (path / "peer.log").read_text(errors="replace").strip().rpartition("\n")[2]
-            found.append(f"{path.name} died; the end of its log: {line[-200:]}")
-        return found
+            lines.append(f"{path.name} died; the end of its log: {line[-200:]}")
+        return lines
 
     def _guard(self) -> None:
         """Kill a daemon before it takes all of the machine's memory."""
@@ -121,12 +121,12 @@ class Cluster(PeerProcesses):
 
     def _processes(self) -> list[int]:
         """By the environment they were started in: a pid may be somebody else's by now."""
-        found, mark = [], f"VALENCE_HOME={self.home}".encode()
+        pids, mark = [], f"VALENCE_HOME={self.home}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+                    pids.append(int(path.parent.name))
+        return pids
 
 
 # --------------------------------------------------------------------------- honest owners
@@ -162,8 +162,8 @@ def refused(caller: Caller) -> str:
         raise TimeoutError(f"{method} {path}: {said}")
 
     try:
-        id = json.loads(ask("POST", "/v1/workflows", json.dumps(HONEST).encode()))["id"]
-        path = f"/v1/workflows/{id}"
+        workflow_id = json.loads(ask("POST", "/v1/workflows", json.dumps(HONEST).encode()))["id"]
+        path = f"/v1/workflows/{workflow_id}"
         ended = ask("GET", f"{path}?wait=2", done=lambda a: json.loads(a)["state"] != "running")
         view = json.loads(ended)
         if view["state"] != "succeeded" or view["values"] != {"call": 42}:
@@ -375,8 +375,8 @@ def edges_bomb(x: Stranger) -> None:
     before = {"foreach": 1400, "command": ["sleep", "2"]}
     behind = {"foreach": 1400, "command": ["true"], "after": ["a"]}
     x.submit({"name": "hostile", "tasks": {"a": before, "b": behind}})
-    for id in x.ids:
-        path = f"/v1/workflows/{id}/tasks/b%5B"
+    for workflow_id in x.ids:
+        path = f"/v1/workflows/{workflow_id}/tasks/b%5B"
         _each(range(40), lambda n: x.ask(n % PEERS, "GET", f"{path}{n}%5D"), 8)  # noqa: B023
 
 
@@ -441,9 +441,9 @@ def honest(cluster: Cluster) -> list[Caller]:
 
 def served(cluster: Cluster) -> tuple[int, int, list[str]]:
     """Daemons alive, honest workflows served, and why not all of them."""
-    found = _each(honest(cluster), refused)
-    why = [*cluster.overgrown, *cluster.last_words(), *filter(None, found)]
-    return len(cluster.up()), found.count(""), why
+    refusals = _each(honest(cluster), refused)
+    why = [*cluster.overgrown, *cluster.last_words(), *filter(None, refusals)]
+    return len(cluster.up()), refusals.count(""), why
 
 
 def restarted(cluster: Cluster) -> tuple[int, int, list[str]]:

@@ -77,9 +77,9 @@ def http(seconds: int, home: Path, examples: int) -> dict[str, Any]:
         start, rounds, tried = time.monotonic(), 0, 0
         before, failed, why = 0, False, ""
         while not failed and (rounds == 0 or time.monotonic() - start < seconds):
-            found = _ask_all(peers[0]["http"], token, examples, rounds)
-            tried += found["cases"]
-            failed, why = found["failed"], found["why"]
+            result = _ask_all(peers[0]["http"], token, examples, rounds)
+            tried += result["cases"]
+            failed, why = result["failed"], result["why"]
             rounds += 1
             if rounds == 1:
                 before = _memory_bytes(pids)  # after a first round: caches are full

@@ -149,12 +149,12 @@ def _sample_messages() -> Iterator[messages.Message]:
     yield Redeem(redemptions=(Redemption(_ME, 1, _ME, needs, 2),), wanted_s=5.0, waits=False)
     meta = chemical.Meta(_ME, 14.5, 1, Capacity(1000), True)
     yield chemical.Publish(metas=(meta,), gone=((_ME, 1),), scale=1)
-    scale, found = chemical.Scale(2, (0.5, 1.0)), ((meta, 2),)
+    scale, metas = chemical.Scale(2, (0.5, 1.0)), ((meta, 2),)
     yield chemical.Range(
         home=_ME, id=7, low=0.0, high=1000.0, kind=needs, needs=needs, count=3, each=1, queue=True,
-        wait_s=5.0, scale=1, top=1000.0, leg=1, nodes=9, empty=2, rows=found,
+        wait_s=5.0, scale=1, top=1000.0, leg=1, nodes=9, empty=2, rows=metas,
     )  # fmt: skip
-    yield chemical.Ranged(id=7, part=0, last=True, rows=found, scale=scale)
+    yield chemical.Ranged(id=7, part=0, last=True, rows=metas, scale=scale)
     yield chemical.Unwished(needs=needs)
     yield chemical.InUse(scale=scale, kinds=((needs, 5.0),))
     yield messages.Chunk(data=b"x" * 40, have=b"\x05", ask=(_ME,))
@@ -207,29 +207,29 @@ def seeds(target: str) -> list[bytes]:
         return [text.encode() for text in _POLICIES]
     if target == "document":
         return [text.encode() for text in _DOCUMENTS]
-    found = [encode(FrameKind.REQUEST, 5, m) for m in _sample_messages()]
-    found += [encode(FrameKind.WORKING, 5, None), msgpack.packb([1, 0, 1, 2])]
+    encoded = [encode(FrameKind.REQUEST, 5, m) for m in _sample_messages()]
+    encoded += [encode(FrameKind.WORKING, 5, None), msgpack.packb([1, 0, 1, 2])]
     if target == "stream":
-        return [len(data).to_bytes(4, "big") + data for data in found]
+        return [len(data).to_bytes(4, "big") + data for data in encoded]
     if target == "datagram":
-        return found + [Seal(_OTHER, _KEY, _clock).seal(_ME, data) for data in found]
-    return found
+        return encoded + [Seal(_OTHER, _KEY, _clock).seal(_ME, data) for data in encoded]
+    return encoded
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """Some bytes changed, cut, doubled or put in: what a bounded run tries without a guide."""
-    found = bytearray(data)
+    changed = bytearray(data)
     for _ in range(rng.randrange(1, 6)):
-        at = rng.randrange(len(found) + 1)
+        at = rng.randrange(len(changed) + 1)
         kind = rng.randrange(5)
-        if kind == 0 and at < len(found):
-            found[at] = rng.randrange(256)
+        if kind == 0 and at < len(changed):
+            changed[at] = rng.randrange(256)
         elif kind == 1:
-            del found[at : at + rng.randrange(1, 8)]
+            del changed[at : at + rng.randrange(1, 8)]
         elif kind == 2:
-            found[at:at] = rng.randbytes(rng.randrange(1, 8))
+            changed[at:at] = rng.randbytes(rng.randrange(1, 8))
         elif kind == 3:
-            found[at:at] = found[: rng.randrange(1, 30)]
-        elif at < len(found):
-            found[at] ^= 1 << rng.randrange(8)
-    return bytes(found)
+            changed[at:at] = changed[: rng.randrange(1, 30)]
+        elif at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
+    return bytes(changed)

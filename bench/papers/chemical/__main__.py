@@ -1,9 +1,10 @@
 """`make papers`: the experiments of seed 000, with Valence's own code on the simulator.
 
 `python -m bench.papers.chemical [--nodes 100,1000] [--workflows 10,50] [--out DIR] [--json]` prints
-what the paper's Figures 6 to 8 show (it gives no numbers beside them), in its own mode and in ours,
-and draws them if matplotlib is there. BY LOG N: messages a task, divided by log2 of the nodes; in
-the paper's mode by its square. If it falls or stays, they grow no faster than that.
+the quantities of the paper's Figures 6 to 8 (the paper gives no numbers), in its own mode and in
+ours, and draws them if matplotlib is installed. BY LOG N is the number of messages per task divided
+by log2 of the number of nodes, or by its square in the paper's mode: as long as it does not rise,
+messages grow no faster than that.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def draw(rows: list[dict[str, Any]], out: Path) -> list[str]:
         figure, all_axes = plt.subplots(1, len(MODES), figsize=(10, 4), sharey=False)
         for axes, mode in zip(all_axes, MODES, strict=True):
             for count in sorted({r["workflows"] for r in rows}):
-                found = [r for r in rows if r["mode"] == mode and r["workflows"] == count]
-                found.sort(key=lambda r: r["nodes"])
-                if found:
-                    nodes = [r["nodes"] for r in found]
-                    axes.plot(nodes, [r[what] for r in found], "o-", label=count)
+                points = [r for r in rows if r["mode"] == mode and r["workflows"] == count]
+                points.sort(key=lambda r: r["nodes"])
+                if points:
+                    nodes = [r["nodes"] for r in points]
+                    axes.plot(nodes, [r[what] for r in points], "o-", label=count)
             axes.set(title=mode, xlabel="nodes", ylabel=label, xscale="log", ylim=(0, None))
             axes.legend(title="workflows")
         figure.tight_layout()
@@ -88,7 +89,7 @@ def main() -> int:
         for nodes in map(int, options.nodes.split(","))
         for workflows in map(int, options.workflows.split(","))
         for mode in MODES
-        # some fifty messages a task by the paper, all of them simulated: many minutes for more
+        # the paper's mode has some fifty messages per task, all simulated: more takes many minutes
         if mode == "default" or workflows <= PAPER_WORKFLOWS_MAX
     ]
     rows = []

@@ -1,12 +1,12 @@
-"""The paper's own space (sections 3.1 and 3.3): molecules at the owners of their hashed ids, acting
-on arrival. One engine a node; all goes over the wire.
+"""The paper's own space (sections 3.1 and 3.3): molecules act on arrival at the owners of their ids.
 
-A workflow comes to its entry node, which decomposes it into levels; each level lies at the owner of
-its id, and so does each task once its level is READY. Who holds a task looks for a resource; who
-holds a level counts its tasks' ends, then fetches the next one and makes it READY; who holds the
-last one gives all results to the entry. The rules are the paper's Algorithm 2, on
-`protocols.chemistry`. (Valence's own way is a journal at a home and its keepers: a molecule is lost
-with its node, and the paper says nothing of that.)
+There is one engine per node, and everything goes over the wire. A workflow arrives at its entry
+node, which decomposes it into levels. Each level is stored at the owner of its hashed id, and so is
+each task once its level is READY. The holder of a task looks for a resource. The holder of a level
+counts the tasks of it that have ended, then fetches the next level and makes it READY. The holder of
+the last level gives all results to the entry. The rules are the paper's Algorithm 2, on
+`protocols.chemistry`. (Valence itself has a journal at a home and its keepers: here a molecule is
+lost with its node, a case that the paper does not discuss.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Store(Message):
 
 @numbered(1001)
 class Fetch(Message):
-    """A level that is not READY, out of the space."""
+    """Takes a level that is not READY out of the space."""
 
     id: Key
 
@@ -95,24 +95,24 @@ def task_molecule(workflow: str, task: str, level: int, dests: list[str]) -> Com
 
 
 def _levels(tasks: Solution) -> list[Molecule]:
-    """One molecule for each level: none is READY yet."""
-    found: dict[int, list[Molecule]] = {}
+    """One molecule for each level, none of them READY yet."""
+    levels: dict[int, list[Molecule]] = {}
     for task in tasks.molecules:
         assert isinstance(task, Compound)
-        found.setdefault(int(task.parts[3]), []).append(task)  # type: ignore[arg-type]
+        levels.setdefault(int(task.parts[3]), []).append(task)  # type: ignore[arg-type]
     return [
         Compound((Symbol("LEVEL"), part[0].parts[1], number, Solution(tuple(part))))  # type: ignore[union-attr]
-        for number, part in sorted(found.items())
+        for number, part in sorted(levels.items())
     ]
 
 
 def _fits(task: Compound, resource: Compound) -> bool:
-    """What was found for one task is not for another."""
+    """A resource that was captured for one task does not fit another."""
     return task.parts[1:3] == resource.parts[1:3]
 
 
 def react(rule: str, *molecules: Molecule) -> list[Molecule]:
-    """What becomes of these, in a solution of their own."""
+    """The result of a rule on these molecules, in a solution of their own."""
     functions: dict[str, Function] = {"levels": _levels, "isCompatibleWith": _fits}
     reactor = Reactor([ALGORITHM_2[rule], *molecules], functions)
     reactor.react()
@@ -148,7 +148,7 @@ class Engine:
         rpc.on(Results, self._results)
 
     async def submit(self, workflow: str, tasks: list[Compound]) -> None:
-        """As its entry: into levels, which all are put where they belong; the first one READY."""
+        """As the entry: decomposes it into levels and stores each at its owner, the first one READY."""
         levels = react("workflowDecomp", Compound((Symbol("WORKFLOW"), Solution(tuple(tasks)))))
         levels.sort(key=lambda level: int(level.parts[2]))  # type: ignore[union-attr, arg-type]
         last = len(levels) - 1
@@ -162,8 +162,8 @@ class Engine:
                 first = head
         await self._put(id_of("level", workflow, 0), _ready(first))
 
-    async def _put(self, id: bytes, molecule: Compound) -> None:
-        owner = self._members.contact(await self._locate(id))
+    async def _put(self, molecule_id: bytes, molecule: Compound) -> None:
+        owner = self._members.contact(await self._locate(molecule_id))
         assert owner is not None
         await self._rpc.call(owner, Store(molecule=show(molecule)), Done, CALL_S)
 
@@ -181,7 +181,7 @@ class Engine:
         return Done()
 
     def _activate(self, workflow: str, number: int, level: Compound) -> None:
-        """levelDecomp: as many task molecules as there are tasks, each to the owner of its id."""
+        """levelDecomp: one molecule per task, each sent to the owner of its id."""
         self._last[workflow], self._entry[workflow] = level.parts[5], bytes.fromhex(level.parts[6])  # type: ignore[assignment, arg-type]
         plain = Compound((*level.parts[:3], Symbol("READY"), level.parts[7]))
         tasks = react("levelDecomp", plain)
@@ -190,7 +190,7 @@ class Engine:
             assert isinstance(task, Compound)
             self._spawn(self._put(id_of("task", workflow, task.parts[2]), task))
 
-    def found(self, key: AttemptKey, resource: bytes, lease: int) -> Call:
+    def captured(self, key: AttemptKey, resource: bytes, lease: int) -> Call:
         """mapTaskRes: a task and the resource that was captured for it."""
         task = self.tasks[key.workflow, key.task]
         res = Compound((Symbol("RES"), key.workflow, key.task, resource.hex(), lease))
@@ -227,10 +227,10 @@ class Engine:
             assert entry is not None
             await self._rpc.call(entry, Results(workflow=workflow), Done, CALL_S)
             return
-        id = id_of("level", workflow, number)
-        holder = self._members.contact(await self._locate(id))
+        level_id = id_of("level", workflow, number)
+        holder = self._members.contact(await self._locate(level_id))
         assert holder is not None
-        answer = await self._rpc.call(holder, Fetch(id=id), Fetched, CALL_S)
+        answer = await self._rpc.call(holder, Fetch(id=level_id), Fetched, CALL_S)
         level = read_molecule(answer.molecule)
         assert isinstance(level, Compound)
         message = Store(molecule=show(_ready(level)))  # under the same id, so at the same node

@@ -1,12 +1,11 @@
-"""A community of nodes on the simulator: Valence's layer, strategy, admission and calls; tasks are
-timers.
+"""A community of nodes on the simulator, with Valence's own layer, strategy, admission and calls.
 
 Section 4.1 of the paper: workflows of 3 to 10 levels, each of 1 to 15 tasks of 1 to 10 steps, sent
-to nodes whose computing power has no end (here: 64 cores each). A step is the time a message takes
-at most (4 ms). Two modes:
+to nodes of unlimited computing power (here: 64 cores each). Tasks are timers. A step is the longest
+time that a message takes (4 ms). Two modes:
 
-- *default*: what Valence does. A task goes as soon as what it takes is there; a group of equal
-  tasks asks once; every node knows the others, so a place on the ring is one step away.
+- *default*: Valence's own. A task is placed as soon as its inputs are there; a group of equal tasks
+  asks once; every node knows the others, so a place on the ring is one step away.
 - *paper*: level by level, molecules at the owners of their ids (`engine`); each task asks for
   itself; a place on the ring is looked up, from finger to finger.
 """
@@ -66,7 +65,7 @@ CONFIG = replace(
     LAN,
     members_max=20_000,
     lease_ttl_s=LEASE_S,
-    vacancy_wishes_max=0,  # the paper tells nobody
+    vacancy_wishes_max=0,  # the paper notifies nobody
     # nobody dies here
     sections=(ChemicalConfig(active_s=1000.0, refresh_s=300.0, ttl_s=1000.0),),
 )
@@ -85,8 +84,8 @@ class Result:
     time_s: float  # mean over workflows, from submission to end
     tasks: int
     messages: int  # for scheduling: from the first submission to the last end
-    waking: int  # before that: all nodes say where they stand
-    best: float  # share of placements at the least loaded of the moment
+    waking: int  # before that: all nodes publish their load
+    best: float  # fraction of placements at the node that was least loaded at that moment
 
     @property
     def per_task(self) -> float:
@@ -94,7 +93,7 @@ class Result:
 
 
 class _Overlay(Ring):
-    """A ring whose tables are as stabilisation leaves them."""
+    """A ring whose tables are already stabilised."""
 
     def fill(self, contacts: list[Contact], ids: list[int]) -> None:
         circle: Circle = self._circle
@@ -113,10 +112,10 @@ class Node(Guest):
         self.space = space
         self.member = member
         self.rng = random.Random(f"{space.plan.seed} node {index}")
-        self.homes: dict[AttemptKey, Contact] = {}  # of what runs here
+        self.homes: dict[AttemptKey, Contact] = {}  # of the tasks that run here
         wire = space.network.wire(member.contact)
         self.rpc = wire.rpc = Rpc(member.contact, wire, self.rng, CONFIG)
-        members = copy.copy(view)  # all that is known is shared: nobody comes or goes
+        members = copy.copy(view)  # the members are shared by all nodes: nobody joins or leaves
         members.me = member
         members._listeners = []
         liveness = Liveness(self.rpc, members, self.rng, CONFIG)
@@ -134,7 +133,7 @@ class Node(Guest):
         if space.plan.mode == "paper":
             self.overlay = _Overlay(self.rpc, self.rng, CONFIG)
             self.layer.locate = self.locate
-            # every task asks the layer, also where the node that holds it is idle itself
+            # every task asks the layer, even if the node that holds it is idle itself
             self.strategy._here = lambda group, count: None  # type: ignore[method-assign]
             self.engine = Engine(
                 self.rpc, members, self.locate, space.spawn, self._look_for, space.results
@@ -176,7 +175,7 @@ class Node(Guest):
         self.space.ended(message.key)
         return Done()
 
-    # as an entry point, or as who holds a task
+    # as an entry point, or as the holder of a task
 
     def _look_for(self, key: AttemptKey) -> None:
         self.strategy.add([Unit(key, NEEDS)])
@@ -185,7 +184,7 @@ class Node(Guest):
         by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
         for one in batch:
             if self.space.plan.mode == "paper":
-                self.engine.found(one.unit.key, one.peer.id, one.lease)
+                self.engine.captured(one.unit.key, one.peer.id, one.lease)
             work = Work(one.unit.key, one.lease, one.unit.needs, command=("work",))
             by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(work)
         for contact, works in by_peer.values():
@@ -202,12 +201,12 @@ class ChemicalSpace:
         self.network = Network(plan.seed, Faults(latency_s=STEP_S / 2, jitter_s=STEP_S / 2))
         self.rng = random.Random(f"space {plan.seed} {plan.nodes} {plan.workflows}")
         rng = random.Random(f"nodes {plan.seed}")
-        found = sorted(rng.randbytes(20) for _ in range(plan.nodes))
+        node_ids = sorted(rng.randbytes(20) for _ in range(plan.nodes))
         self.contacts = [
-            Contact(id, f"10.{n // 62500}.{n // 250 % 250}.{n % 250}", 7000)
-            for n, id in enumerate(found)
+            Contact(node_id, f"10.{n // 62500}.{n // 250 % 250}.{n % 250}", 7000)
+            for n, node_id in enumerate(node_ids)
         ]
-        self.ids = [int.from_bytes(id, "big") for id in found]
+        self.ids = [int.from_bytes(node_id, "big") for node_id in node_ids]
         capacity = Capacity(1000 * CORES, 2**40)
         members = [
             Member(c, "http://x", capacity, Traits("x86_64", "linux")) for c in self.contacts
@@ -234,7 +233,7 @@ class ChemicalSpace:
         task.add_done_callback(self._tasks.discard)
 
     def captured(self, node: Node) -> None:
-        """Is it among the least loaded, the moment that it is asked? To a step of the layer."""
+        """Whether it is among the least loaded at the moment of the question, to a step of the layer."""
         free, step = node.admission.free.millicores, 1000 * CORES // USED_STEPS
         sample = self.rng.sample(self.nodes, min(50, len(self.nodes)))
         self.best.append(all(free >= other.admission.free.millicores - step for other in sample))
@@ -258,12 +257,12 @@ class ChemicalSpace:
                     self.children.setdefault((workflow, parent), []).append(task)
             above = level
         if self.plan.mode == "paper":
-            found = [
+            units = [
                 task_molecule(workflow, task, n, self.children.get((workflow, task), []))
                 for n, level in enumerate(levels)
                 for task in level
             ]
-            self.spawn(self.home[workflow].engine.submit(workflow, found))
+            self.spawn(self.home[workflow].engine.submit(workflow, units))
         else:
             self.place(workflow, levels[0])
 
@@ -296,7 +295,7 @@ class ChemicalSpace:
             self.spawn(node.layer.run())
             self.spawn(node.strategy.run())
         await self.nodes[0].layer.want()
-        await asyncio.sleep(15.0)  # until all have said where they stand, and the scale fits
+        await asyncio.sleep(15.0)  # until all have published their load, and the scale fits
         waking = self.network.sent
         for number in range(self.plan.workflows):
             self.submit(number)

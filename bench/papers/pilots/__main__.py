@@ -1,10 +1,10 @@
 """`make papers`: the experiments of seed 003, with Valence's own code on the simulator.
 
 `python -m bench.papers.pilots [--sizes 100:300,…] [--kinds serial,…] [--runs 3] [--out DIR]` prints
-what the paper's Figures 2 to 8 show, as tables beside what the paper says, and draws them if
-matplotlib is there. Sizes are pilots and tasks. As in the paper each kind of workflow runs several
-times; what is shown is the mean and its standard deviation. *greedy* is our way with the paper's
-assignment, where there are not more than 500 pilots. Half an hour on two cores.
+the quantities of the paper's Figures 2 to 8 as tables, beside the paper's own numbers, and draws them
+if matplotlib is installed. Sizes are pilots and tasks. As in the paper, each kind of workflow runs
+several times, and the tables show the mean and its standard deviation. *greedy* is our code with the
+paper's assignment, up to 500 pilots. It takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SIZES = "100:300,500:1500,1500:5000,1500:10000"
 MODES = ("pre-DHT", "centralised", "distributed", "greedy")
 GREEDY_PILOTS_MAX = 500
 PAPER = {"pre-DHT": "12", "centralised": "9", "distributed": "5"}
-#: as far as the paper gives numbers: seconds between tasks
+#: seconds between tasks, where the paper gives numbers
 PAPER_DELAY = {
     "pre-DHT": "5, then far more", "centralised": "5, then far more",
     "distributed": "20, at any size",
 }  # fmt: skip
 
-Found = dict[Experiment, Result]
+Results = dict[Experiment, Result]
 
 
-def measure(sizes: list[tuple[int, int]], kinds: list[str], runs: int, jobs: int) -> Found:
+def measure(sizes: list[tuple[int, int]], kinds: list[str], runs: int, jobs: int) -> Results:
     plans = [
         Experiment(pilots, tasks, kind, mode, seed)
         for pilots, tasks in sizes
@@ -50,24 +50,24 @@ def measure(sizes: list[tuple[int, int]], kinds: list[str], runs: int, jobs: int
         if mode != "greedy" or pilots <= GREEDY_PILOTS_MAX
     ]
     plans.sort(key=lambda plan: -plan.pilots * plan.tasks)
-    found: Found = {}
+    results: Results = {}
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         rows = zip(plans, pool.imap(experiment, plans, chunksize=1), strict=True)
         for number, (plan, result) in enumerate(rows, start=1):
             what = f"{plan.mode} {plan.kind}, {plan.pilots} pilots, {plan.tasks} tasks"
             print(f"{number} of {len(plans)}: {what}, run {plan.seed}", file=sys.stderr, flush=True)
-            found[plan] = result
-    return found
+            results[plan] = result
+    return results
 
 
-def table(found: Found, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def table(results: Results, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
     rows = []
     for pilots, tasks in sizes:
         for mode in MODES:
             some = {
                 plan: result
-                for plan, result in found.items()
+                for plan, result in results.items()
                 if (plan.pilots, plan.tasks, plan.mode) == (pilots, tasks, mode)
             }
             if some:
@@ -75,7 +75,7 @@ def table(found: Found, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(some: Found) -> dict[str, Any]:
+def _row(some: Results) -> dict[str, Any]:
     results = list(some.values())
     kinds = list(dict.fromkeys(plan.kind for plan in some))
     by_kind = {kind: [r for plan, r in some.items() if plan.kind == kind] for kind in kinds}
@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.papers.pilots", description=__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"pilots:tasks, … ({SIZES})")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--runs", type=int, default=3, help="of each kind of workflow")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each kind of workflow")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", default="papers/pilots", help="directory for plots")
     about = "instead: so many pilots as processes of this machine, and real tasks"
@@ -175,12 +175,12 @@ def main() -> int:
     if options.live:
         return tell_live(live(options.live, options.kinds.split(",")), options.json)
     sizes = [(int(a), int(b)) for a, b in (s.split(":") for s in options.sizes.split(","))]
-    found = measure(sizes, options.kinds.split(","), max(1, options.runs), options.jobs)
-    rows = table(found, sizes)
+    results = measure(sizes, options.kinds.split(","), max(1, options.runs), options.jobs)
+    rows = table(results, sizes)
     most = max(pilots for pilots, _ in sizes)
     reached = [broadcast(most), broadcast(most, dead=0.1), broadcast(most, loss=0.05)]
     largest = max(sizes, key=lambda size: size[0] * size[1])
-    serial = {mode: found.get(Experiment(*largest, kind="serial", mode=mode)) for mode in MODES}
+    serial = {mode: results.get(Experiment(*largest, kind="serial", mode=mode)) for mode in MODES}
     over_time = {mode: result for mode, result in serial.items() if result is not None}
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
     size = f"{largest[0]:,} pilots, {largest[1]:,} tasks"

@@ -1,5 +1,5 @@
-"""How far a broadcast comes, with pilots that are dead and nobody knows, or with lost messages; and
-how many messages a node has to do with."""
+"""The reach of a broadcast when pilots are dead without anybody knowing, or when messages are lost,
+and the number of messages per node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def _broadcast(count: int, dead: float, loss: float, seed: int) -> dict[st
         leader.rpc.me.id, 1, 0, 1, lines, (), LOW, HIGH, (), own.round_s, (), False, ()
     )
     began = asyncio.get_running_loop().time()
-    round = await leader.enactment.service(PilotsService).pilot.lead(message)
+    led = await leader.enactment.service(PilotsService).pilot.lead(message)
     took_s = asyncio.get_running_loop().time() - began
     await asyncio.sleep(10.0)
     reached = sum(
@@ -51,7 +51,7 @@ async def _broadcast(count: int, dead: float, loss: float, seed: int) -> dict[st
     return {
         "pilots": count,
         "reached": reached / (len(alive) - 1),
-        "bids": len(round.bids) / len(alive),
+        "bids": len(led.bids) / len(alive),
         "regions sent to, at most": max(map(len, regions.values()), default=0),
         "lists received, at most": max(received.values(), default=0),
         "seconds": took_s,
@@ -65,15 +65,15 @@ def _watch(
     received: Counter[bytes],
     regions: dict[bytes, set[tuple[bytes, bytes]]],
 ) -> None:
-    """Each list that is handed over, and to which region."""
+    """Counts each list that a pilot hands over, with its region, and each list that it receives."""
     pilot = node.enactment.service(PilotsService).pilot
     hand = pilot._hand
     me = node.rpc.me.id
 
-    async def handed(round, delegate, region, message):  # type: ignore[no-untyped-def]
+    async def handed(round_, delegate, region, message):  # type: ignore[no-untyped-def]
         sent[me] += 1
         regions.setdefault(me, set()).add((region.low, region.high))
-        return await hand(round, delegate, region, message)
+        return await hand(round_, delegate, region, message)
 
     pilot._hand = handed  # type: ignore[method-assign]
     serve = node.rpc._handlers[TaskList]

@@ -1,10 +1,10 @@
-"""Pilots of two sites and a task queue, on the simulator: the product's own parts on both sides.
+"""Pilots of two sites and a task queue on the simulator, with the product's own code on both sides.
 
 Section IV of the paper: about 100, 500 and 1,500 pilots, workflows of two steps (each task makes
-one file, those of the second step read those of the first), tasks of 3.3 minutes on average. Here a
-pilot has one core, tasks take 100 to 300 s, and files have 20,000 bytes, as it is their number that
-counts. Members are known to all and nobody dies: rounds, lists, caches and the queue are what is
-looked at.
+one file, and tasks of the second step read the files of the first), tasks of 3.3 minutes on average.
+Here a pilot has one core, tasks take 100 to 300 s, and files have 20,000 bytes, since only their
+number matters. All pilots know all members and none dies: the experiment is about rounds, lists,
+caches and the queue.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Result:
 
     @property
     def hits(self) -> float:
-        """Of what was read: from some cache."""
+        """The fraction of the bytes read that came from some cache."""
         return (self.moved["local"] + self.moved["peer"]) / max(1, sum(self.moved.values()))
 
     @property
@@ -98,7 +98,7 @@ class Result:
 
 
 def document(kind: str, tasks: int, strategy: str = "pilots") -> dict[str, Any]:
-    """Two steps; how many read a file of the first says the kind."""
+    """Two steps; the kind says how many tasks read a file of the first."""
     first = {"serial": tasks // 2, "splitting": tasks // 3, "merging": 2 * tasks // 3}[kind]
     made: dict[str, Any] = {}
     for i in range(first):
@@ -114,19 +114,19 @@ def document(kind: str, tasks: int, strategy: str = "pilots") -> dict[str, Any]:
 
 
 def known_to_all(members: list[Member], config: Config) -> list[Members]:
-    """One table for all of them."""
-    found = [Members(member, config) for member in members]
+    """The members' views, which share one table."""
+    views = [Members(member, config) for member in members]
     known = {member.contact.id: believe(pack_member(member)) for member in members}
     order = sorted(known)
-    for one in found:
-        one._known, one._order, one._sorted = known, order, True
-        one._here, one._count = members, len(members)
-        one.speaker = order[0]
-    return found
+    for view in views:
+        view._known, view._order, view._sorted = known, order, True
+        view._here, view._count = members, len(members)
+        view.speaker = order[0]
+    return views
 
 
 class Node:
-    """A pilot: all that a peer does with workflows, without what finds and watches others."""
+    """A pilot: a peer's part in workflows, without membership and failure detection."""
 
     def __init__(
         self, network: Network, members: Members, config: Config, queue: Contact | None, seed: int
@@ -197,12 +197,12 @@ def nodes(
     sites: tuple[str, ...],
     seed: int,
 ) -> list[Node]:
-    """Half of them at each site; each knows some others, and those beside it."""
+    """Pilots, half at each site; each knows some others, and its neighbours."""
     rng = random.Random(7)
     rows = []
     for index in range(count):
-        id = random.Random(f"pilot {index}").randbytes(20)
-        contact = Contact(id, f"10.{index // 62500}.{index // 250 % 250}.{index % 250}", 7000)
+        peer_id = random.Random(f"pilot {index}").randbytes(20)
+        contact = Contact(peer_id, f"10.{index // 62500}.{index // 250 % 250}.{index % 250}", 7000)
         traits = Traits("x86_64", "linux", sites[index % len(sites)])
         rows.append(Member(contact, "", Capacity(1000, 2**30), traits, 1))
     made = [
@@ -221,7 +221,7 @@ def nodes(
 
 
 class Field:
-    """One run of the product's own way: distributed, or with the paper's greedy assignment."""
+    """One run of the product's own code: distributed, or with the paper's greedy assignment."""
 
     def __init__(self, plan: Experiment) -> None:
         self.plan = plan
@@ -261,8 +261,8 @@ class Field:
         await asyncio.sleep(5.0)
         assert home.given.settled
         began = self._now()
-        id, _ = await queue.enactment.gateway.submit(text, {}, "somebody", False)
-        run = home.remembered(id)
+        workflow_id, _ = await queue.enactment.gateway.submit(text, {}, "somebody", False)
+        run = home.remembered(workflow_id)
         assert run is not None
         while not run.over:
             await asyncio.sleep(5.0)

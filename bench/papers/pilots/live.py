@@ -1,8 +1,8 @@
-"""The same experiments with real pilots: processes of this machine, in two clusters that share
-nothing but a task queue, with real commands and files. Tasks take 5 to 15 s instead of minutes.
+"""The experiments of seed 003 with real pilots: processes on this machine.
 
-Delays are between two tasks of a pilot, from its own clock: outcome, queue, list, bids, assignment,
-lease, inputs and the start of the process.
+They form two clusters that share nothing but a task queue, and run real commands on real files.
+Tasks take 5 to 15 s instead of minutes. Delays are measured between two tasks of a pilot, by its own
+clock: they include outcome, queue, list, bids, assignment, lease, inputs and the process's start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS_A_PILOT = 3
 
 
 def commands(kind: str, tasks: int) -> dict[str, Any]:
-    """The experiment's document, as something that can be run."""
+    """The experiment's document, with commands that can be run."""
     made = document(kind, tasks)
     rng = random.Random(kind)
     for task in made["tasks"].values():
@@ -43,17 +43,17 @@ def commands(kind: str, tasks: int) -> dict[str, Any]:
 
 
 def delays_of(workflow: WorkflowHandle) -> list[float]:
-    """Between two tasks of a pilot."""
+    """The delays between two tasks of a pilot."""
     by_pilot: dict[str, list[tuple[float, float]]] = {}
     for row in workflow.tasks():
         attempt = workflow.task(row["id"])["history"][-1]
         times = (attempt["started_at"], attempt["ended_at"])
         by_pilot.setdefault(attempt["peer"], []).append(times)
-    found = []
+    delays = []
     for spans in by_pilot.values():
         spans.sort()
-        found += [b[0] - a[1] for a, b in pairwise(spans)]
-    return found
+        delays += [b[0] - a[1] for a, b in pairwise(spans)]
+    return delays
 
 
 def live(pilots: int, kinds: list[str]) -> list[dict[str, Any]]:

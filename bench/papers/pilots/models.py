@@ -1,13 +1,12 @@
-"""The two architectures that the paper compares with, as it describes them: models, no code of
-ours.
+"""Models of the two architectures that the paper compares with, as it describes them.
 
-In both, each pilot asks the central queue for a task, which examines all that are queued for the
-one whose input files the pilot has most of; requests are served one at a time. *Centralised*: files
-are shared between pilots. *pre-DHT*: they are not, and pilots report each file to the queue, too.
+They use no code of ours. In both, each pilot asks the central queue for a task. The queue examines
+all queued tasks for the one with most input files on the pilot, and serves one request at a time.
+*Centralised*: pilots share files. *pre-DHT*: they do not, and also report each file to the queue.
 
-A request takes 10 ms; one for a task 75 µs more for each runnable task, so that 1,500 pilots that
-ask at once for one of 5,000 tasks wait ten minutes, as in the paper's Figure 5. Around a task there
-are, besides that request, a download, the report of its end, an upload, and heartbeats every 40 s
+A request takes 10 ms. A request for a task takes 75 µs more for each runnable task, so that 1,500
+pilots that ask at once for one of 5,000 tasks wait ten minutes, as in the paper's Figure 5. Besides
+that request, each task has a download, the report of its end, an upload, and heartbeats every 40 s
 (the paper: 9 in all, and 12 with the reports of files).
 """
 
@@ -51,7 +50,7 @@ class Model:
         return asyncio.get_running_loop().time()
 
     async def _ask(self, service_s: float) -> None:
-        """One request, after all that came before it."""
+        """One request, served after all earlier ones."""
         self.result.requests += 1
         begin = max(self._now(), self.free_at)
         self.free_at = begin + service_s
@@ -85,7 +84,7 @@ class Model:
             self.free_at = max(self._now(), self.free_at) + REQUEST_S
 
     def _best(self, cache: set[str], site: str) -> str | None:
-        """The first of those with the most files in that cache; of files at the site's own SE."""
+        """The first of the tasks with most files in that cache, counting files at the site's own SE."""
         best, most = None, -1
         for name in self.runnable:
             reads = self.reads[name]

@@ -1,4 +1,4 @@
-"""Figures 2 to 8 of the paper, drawn from what was measured here."""
+"""Draws Figures 2 to 8 of the paper from the measurements made here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw(
     rows: list[dict[str, Any]], modes: list[str], runs: dict[str, Result], size: str, out: Path
 ) -> bool:
     """Bars over the sizes, with the standard deviation of the mean; and two runs over time. False
-    if there is no matplotlib."""
+    without matplotlib."""
     try:
         import matplotlib
 
@@ -64,7 +64,7 @@ def _bars(pyplot: Any, rows: list[dict[str, Any]], modes: list[str], out: Path) 
 
 
 def _run(pyplot: Any, result: Result, title: str, path: Path) -> None:
-    """Above: occupied slots, and requests so far. Below: delays, and requests that wait."""
+    """Above: occupied slots and requests so far. Below: delays and waiting requests."""
     figure, (top, low) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True)
     top.plot(*zip(*result.running, strict=True), color="C0", label="running tasks")
     beside = top.twinx()
@@ -86,10 +86,10 @@ def _run(pyplot: Any, result: Result, title: str, path: Path) -> None:
 
 
 def _mean(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Over equal parts of the time."""
+    """The mean value in equal intervals of time."""
     step = max((at for at, _ in points), default=0.0) / MOMENTS or 1.0
-    found: dict[int, list[float]] = {}
+    binned: dict[int, list[float]] = {}
     for at, value in points:
-        found.setdefault(int(at / step), []).append(value)
-    means = ((n * step, sum(some) / len(some)) for n, some in sorted(found.items()))
+        binned.setdefault(int(at / step), []).append(value)
+    means = ((n * step, sum(some) / len(some)) for n, some in sorted(binned.items()))
     return list(means) or [(0.0, 0.0)]

@@ -1,8 +1,8 @@
 """`make papers`: the experiments of seed 004, with Valence's own code on the simulator.
 
-`python -m bench.papers.tickets [--sizes 50,100,…] [--seeds N] [--out DIR] [--json]` prints what the
-paper's Figures 10 to 14 and its Table 5 show, beside the paper's numbers where it gives any, and
-draws them if matplotlib is there. Each figure is a mean over `--seeds` grids.
+`python -m bench.papers.tickets [--sizes 50,100,…] [--seeds N] [--out DIR] [--json]` prints the
+quantities of the paper's Figures 10 to 14 and its Table 5, beside the paper's numbers where it gives any, and draws
+them if matplotlib is installed. Each figure is a mean over `--seeds` grids.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ def name_of(plan: Experiment) -> str:
 
 
 def plans(sizes: list[int], seeds: int) -> list[Experiment]:
-    found = []
+    experiments = []
     for seed in range(1, seeds + 1):
         for tasks in sizes:
             for mode in ("tickets", "centralised", *NON_COOPERATIVE):
-                found.append(Experiment(tasks, mode, seed=seed))
+                experiments.append(Experiment(tasks, mode, seed=seed))
             for interval_s in INTERVALS_S:
-                found.append(Experiment(tasks, "interval", interval_s, seed=seed))
-    return found
+                experiments.append(Experiment(tasks, "interval", interval_s, seed=seed))
+    return experiments
 
 
 def measure(sizes: list[int], seeds: int, jobs: int) -> dict[int, dict[str, list[Result]]]:
     listed = plans(sizes, seeds)
-    found: dict[int, dict[str, list[Result]]] = {size: {} for size in sizes}
+    measured: dict[int, dict[str, list[Result]]] = {size: {} for size in sizes}
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for n, (plan, result) in enumerate(
             zip(listed, pool.imap(experiment, listed, chunksize=1), strict=True), start=1
         ):
-            found[plan.tasks].setdefault(name_of(plan), []).append(result)
+            measured[plan.tasks].setdefault(name_of(plan), []).append(result)
             print(f"{n} of {len(listed)}", end="\r", file=sys.stderr, flush=True)
-    return found
+    return measured
 
 
 def average(results: list[Result]) -> dict[str, float]:
@@ -81,11 +81,13 @@ def average(results: list[Result]) -> dict[str, float]:
     return rows
 
 
-def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], say: Display) -> None:
+def show(
+    averages: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], say: Display
+) -> None:
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
-    # DELAY: from ready to placed; BESIDE FREE: the part of it in which the processor that the task
-    # then got stood free, so that it was not for want of processors
+    # DELAY: from ready to placed; BESIDE FREE: the part of the delay during which the processor that
+    # the task then got was free, so that the delay was not due to a lack of processors
     heads = (
         "TASKS",
         "MODE",
@@ -96,7 +98,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
         "NOTIFIED",
         "MESSAGES",
     )
-    for tasks, modes in found.items():
+    for tasks, modes in averages.items():
         for mode, row in modes.items():
             rows.append(
                 (
@@ -114,7 +116,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
     say.say("")
     heads = ("TASKS", "AGAINST", "MAKESPAN", "WAITING", "DELAY", "BESIDE FREE", "MESSAGES")
     rows = []
-    for tasks, modes in found.items():
+    for tasks, modes in averages.items():
         mine = modes["tickets"]
         for other in (*NON_COOPERATIVE, "centralised", "interval 100 s"):
             theirs = modes[other]
@@ -132,9 +134,9 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
     say.say("")
     rows = []
     for (tasks, approach), paper in TABLE_5.items():
-        if tasks in found:
+        if tasks in averages:
             mode = "tickets" if approach == "cooperative" else approach
-            mine = found[tasks][mode]
+            mine = averages[tasks][mode]
             ours = [f"{mine[k]:.2f}" for k in ("min", "q1", "median", "q3", "max")]
             rows.append((f"{tasks}", approach, " ".join(ours), " ".join(f"{p:.2f}" for p in paper)))
     say.table(("TASKS", "PER PROCESSOR", "MIN Q1 MEDIAN Q3 MAX", "THE PAPER'S TABLE 5"), rows)
@@ -144,7 +146,7 @@ def show(found: dict[int, dict[str, dict[str, float]]], ways: dict[int, Any], sa
     say.say("the paper: 3.62 hops with 100; Valence's peers know up to 5,000 others: 1 hop")
 
 
-#: figure → what it shows, its label, whether its scale is logarithmic, and the modes in it
+#: figure → its quantity, its label, whether its scale is logarithmic, and its modes
 COORDINATED = ("tickets", "centralised", *(f"interval {s:g} s" for s in INTERVALS_S))
 FIGURES: dict[str, tuple[str, str, bool, tuple[str, ...]]] = {
     "10a-delay": ("delay_s", "coordination delay, s", True, COORDINATED),
@@ -161,7 +163,7 @@ FIGURES: dict[str, tuple[str, str, bool, tuple[str, ...]]] = {
 
 
 def draw(
-    found: dict[int, dict[str, dict[str, float]]],
+    averages: dict[int, dict[str, dict[str, float]]],
     measured: dict[int, dict[str, list[Result]]],
     ways: dict[int, Any],
     out: Path,
@@ -186,7 +188,9 @@ def draw(
     for name, (key, label, log, modes) in FIGURES.items():
         figure, axes = pyplot.subplots(figsize=(6, 4))
         for mode in modes:
-            axes.plot(list(found), [row[mode][key] for row in found.values()], "o-", label=mode)
+            axes.plot(
+                list(averages), [row[mode][key] for row in averages.values()], "o-", label=mode
+            )
         axes.set(xlabel="tasks in a workflow", ylabel=label)
         if log:
             axes.set_yscale("log")
@@ -222,16 +226,16 @@ def main() -> int:
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     measured = measure(sizes, options.seeds, options.jobs)
-    found = {
+    averages = {
         tasks: {mode: average(results) for mode, results in modes.items()}
         for tasks, modes in measured.items()
     }
     ways = {count: hops(count) for count in PEERS}
     if options.json:
-        print(json.dumps({"experiments": found, "hops": ways}, indent=2))
+        print(json.dumps({"experiments": averages, "hops": ways}, indent=2))
     else:
-        show(found, ways, Display())
-    for path in draw(found, measured, ways, options.out):
+        show(averages, ways, Display())
+    for path in draw(averages, measured, ways, options.out):
         print(path, file=sys.stderr)
     return 0
 

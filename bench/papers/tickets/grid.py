@@ -1,12 +1,12 @@
-"""A grid of sites on the simulator: Valence's strategies, admission and calls; tasks are timers.
+"""A grid of sites on the simulator, with Valence's strategies, admission and calls; tasks are timers.
 
 Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
 number of processors, their speed, architecture and operating system. The paper takes these from
-five grids of its time and gives no numbers; here they are drawn so: processors log-uniformly from 1
-to 400 (with so many, tickets every 100 s lead to about the paper's Table 5), speeds around 2,200
-MIPS from 700 to 3,000, nine in ten sites of one architecture and nine in ten of one system, as in
-those grids. Tasks ask for a speed of 700 to 1,500 MIPS, as the claims of its Table 2 do, and for
-what some site is.
+five grids of its time and gives no numbers. Here they are drawn at random: processors log-uniformly
+from 1 to 400 (with these, tickets every 100 s lead to about the paper's Table 5), speeds around
+2,200 MIPS from 700 to 3,000, nine in ten sites of one architecture and nine in ten of one system,
+as in those grids. Tasks ask for a speed of 700 to 1,500 MIPS, as the claims of the paper's Table 2
+do, and for an architecture and a system that some site has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ARCHITECTURES = (*["intel"] * 9, "sparc")
 SYSTEMS = (*["linux"] * 9, "solaris")
 LEASE_S = 60.0
 SPEED = 1000.0  # MIPS of a peer of speed 1
-SPEEDS = (0.7, 3.0, 2.2)  # least, most, and the one that is most frequent
+SPEEDS = (0.7, 3.0, 2.2)  # minimum, maximum and mode
 SPEEDS_ASKED = (0.7, 1.5)
 MI = (50_000, 500_000)
 FORKS = 5
@@ -76,7 +76,7 @@ GRID = replace(
     LAN,
     queue_s_max=0.0,
     lease_ttl_s=LEASE_S,
-    vacancy_wishes_max=0,  # the paper tells nobody
+    vacancy_wishes_max=0,  # the paper notifies nobody
     sections=(MARKETS,),
 )
 
@@ -107,7 +107,7 @@ class Experiment:
 class Result:
     makespan_s: float = 0.0  # mean over workflows
     delay_s: float = 0.0  # from ready to placed, mean over tasks
-    idle_s: float = 0.0  # of that, while a processor stood free that it would get
+    idle_s: float = 0.0  # the part of it during which the processor that it then got was free
     waiting_s: float = 0.0  # from ready to running
     response_s: float = 0.0
     notifications: float = 0.0  # per task
@@ -118,14 +118,14 @@ class Result:
     per_processor: list[float] = field(default_factory=list)
 
     def quartiles(self) -> tuple[float, float, float, float, float]:
-        found = sorted(self.per_processor)
-        q1, median, q3 = statistics.quantiles(found, n=4)
-        return found[0], q1, median, q3, found[-1]
+        ordered = sorted(self.per_processor)
+        q1, median, q3 = statistics.quantiles(ordered, n=4)
+        return ordered[0], q1, median, q3, ordered[-1]
 
 
 class FirstMatch:
-    """Non-cooperative: all ready tasks of a broker go to the first resource that matches; or, which
-    is kinder than what the paper says of it, each task to one of its own."""
+    """The non-cooperative mode: all ready tasks of a broker go to the first resource that matches;
+    or, kinder than the paper's description, each task to a resource of its own."""
 
     name = "first match"
 
@@ -147,7 +147,7 @@ class FirstMatch:
             ]
             chosen = [self._rng.choice(fitting)] * len(units)
             if self._each:
-                # as their size goes: a lookup finds a processor, not a site
+                # weighted by size: a lookup finds a processor, not a site
                 sizes = [m.capacity.millicores for m in fitting]
                 chosen = self._rng.choices(fitting, sizes, k=len(units))
             for first in {m.contact.id: m for m in chosen}.values():
@@ -163,7 +163,7 @@ class FirstMatch:
 
 
 class GridSite(Guest):
-    """A broker and a resource, as one peer is."""
+    """A peer, which is both a broker and a resource."""
 
     def __init__(self, grid: Grid, index: int, member: Member, everybody: list[Member]) -> None:
         self.grid = grid
@@ -221,7 +221,7 @@ class GridSite(Guest):
     # as a broker
 
     def estimate(self, unit: Unit) -> float | None:
-        """As a user might say: about as long as any other."""
+        """The run time that a user might estimate: about as long as any other task."""
         return sum(MI) / 2 / SPEED
 
     def placed(self, batch: list[Placed]) -> None:
@@ -249,8 +249,8 @@ class Grid:
         rng = self.rng = random.Random(f"grid {plan.seed}")
         everybody = []
         for index in range(plan.sites):
-            id = random.Random(f"site {index}").randbytes(20)
-            contact = Contact(id, f"10.0.{index // 250}.{index % 250}", 7000)
+            peer_id = random.Random(f"site {index}").randbytes(20)
+            contact = Contact(peer_id, f"10.0.{index // 250}.{index % 250}", 7000)
             processors = round(PROCESSORS_MAX ** rng.random())
             speed = rng.triangular(*SPEEDS)
             traits = Traits(rng.choice(ARCHITECTURES), rng.choice(SYSTEMS), "site", speed)
@@ -266,7 +266,7 @@ class Grid:
         self.makespans: list[float] = []
         self.over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        # what each broker's tasks need: something that some resource has
+        # the needs of each broker's tasks, which some resource meets
         self.needs = []
         for _ in range(plan.sites):
             like = rng.choice(everybody)
@@ -281,7 +281,7 @@ class Grid:
         task.add_done_callback(self._tasks.discard)
 
     def levels(self) -> list[int]:
-        """Forks between single tasks; as wide as their number asks for."""
+        """Forks between single tasks, as wide as the number of tasks requires."""
         wide = self.plan.tasks - FORKS - 1
         widths = [wide // FORKS + (i < wide % FORKS) for i in range(FORKS)]
         return [1, *(w for width in widths for w in (width, 1))]
@@ -290,7 +290,7 @@ class Grid:
 
     def unit(self, site: GridSite, key: AttemptKey) -> Unit:
         broker = int(key.workflow)
-        # upward rank: the levels that come after it, each as long as a task of mean size
+        # upward rank: the levels after it, each as long as a task of mean size
         rank = (2 * FORKS + 1 - int(key.task.split(".")[0])) * sum(MI) / 2 / SPEED
         return Unit(key, self.needs[broker], rank)
 

@@ -1,9 +1,9 @@
-"""How many hops it takes to find a cell's owner, by the overlay's own lookups.
+"""The number of hops to a cell's owner, by the overlay's own lookups.
 
-Up to the five thousand peers that every peer knows (`members_max`) an owner is one hop away, and no
-lookup is made. This is what it takes beyond that: the depth of the chain of answers through which
-the owner was heard of. Tables are filled when their peer is first asked, as they would be: all of
-the nearest peers, and some of all others.
+Every peer knows up to five thousand others (`members_max`); in a cluster of that size an owner is
+one hop away, and there is no lookup. This measures larger clusters: a hop is one answer in the
+chain of answers through which the owner became known. A peer's table is filled when it is first
+asked, as it would be: with all of the nearest peers, and some of all others.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Node(Overlay):
         self.fill()
         self._depths = {c.id: 1 for c in self.table.contacts()}
         self._depths[self._rpc.me.id] = 0
-        found = await self.find(key, 1)
-        return self._depths[found[0].id], found[0].id
+        nearest = await self.find(key, 1)
+        return self._depths[nearest[0].id], nearest[0].id
 
     def _take(self, lookup: Way, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
         if task.exception() is None:
@@ -65,8 +65,8 @@ class _Ring:
         self.network = Network(seed)
         ids = sorted(self.rng.randbytes(20) for _ in range(count))
         self.contacts = [
-            Contact(id, f"10.{n // 62500}.{n // 250 % 250}.{n % 250}", 7000)
-            for n, id in enumerate(ids)
+            Contact(peer_id, f"10.{n // 62500}.{n // 250 % 250}.{n % 250}", 7000)
+            for n, peer_id in enumerate(ids)
         ]
         self._ids = ids
         self.nodes = [_Node(self, contact) for contact in self.contacts]
@@ -78,16 +78,16 @@ class _Ring:
 
 
 def hops(count: int, lookups: int = 300, seed: int = 1) -> tuple[float, float]:
-    """Mean hops, and the share of lookups that found the true owner."""
+    """The mean number of hops, and the fraction of lookups that reached the true owner."""
 
     async def run() -> tuple[float, float]:
         ring = _Ring(count, seed)
-        found = []
+        walks = []
         for _ in range(lookups):
             key = ring.rng.randbytes(20)
             depth, owner = await ring.rng.choice(ring.nodes).hops(key)
             true = min(ring.contacts, key=lambda c: distance(c.id, key)).id
-            found.append((depth, owner == true))
-        return mean(d for d, _ in found), mean(right for _, right in found)
+            walks.append((depth, owner == true))
+        return mean(d for d, _ in walks), mean(right for _, right in walks)
 
     return run_out(run())
