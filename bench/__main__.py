@@ -25,7 +25,7 @@ WORKS = {
     "noops": "10,000 no-op calls",
     "commands": "2,000 x /bin/true",
     "layers": "100 x 20 layers, each of two",
-    "latency": "one no-op, round trip",
+    "latency": "one no-op, there and back",
 }
 COSTS = ("messages", "bytes", "syncs", "wakeups", "cpu_us")
 

@@ -2,8 +2,8 @@
 
 Live peers have four cores each. Tasks arrive at random times at random peers, alone or three
 together, so that half of all cores are in use. Afterwards the records of all placements tell where
-each task went, how long the search took, and from when to when the task was there: and so how loaded
-every peer was when the task was placed.
+each task went, how long the search took, and from when to when the task was there: and so how
+loaded every peer was when the task was placed.
 """
 
 from __future__ import annotations

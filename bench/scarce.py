@@ -1,4 +1,4 @@
-"""`python -m bench.scarce`: many homes compete for the few suitable peers, with each strategy in turn.
+"""`python -m bench.scarce`: many homes compete for few suitable peers, with each strategy in turn.
 
 Only two of twenty peers have what the tasks need. Eight workflows are submitted at once, each
 through a peer of its own: forks of four tasks of 0.1 s between single tasks. The result is the time

@@ -1,10 +1,10 @@
 """`make shootout`: the same work with every strategy, simulated and live, in one table.
 
-The works are the nine WfCommons instances (in `--instances DIR`), a fork-join of 500, a pool in which
-one peer in ten suits the tasks, and a workflow that moves much data. Simulated: 20 peers of two
-cores, the product's own code, tasks as timers, every file of 20,000 bytes. Live: ten peers of two
-cores as processes, tasks scaled down. Messages of the strategies, of work and of files are counted;
-messages of membership and of the overlay are not.
+The works are the nine WfCommons instances (in `--instances DIR`), a fork-join of 500, a pool in
+which one peer in ten suits the tasks, and a workflow that moves much data. Simulated: 20 peers of
+two cores, the product's own code, tasks as timers, every file of 20,000 bytes. Live: ten peers of
+two cores as processes, tasks scaled down. Messages of the strategies, of work and of files are
+counted; messages of membership and of the overlay are not.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def simulate(strategies: Iterable[str], directory: Path | None) -> list[dict[str
 
 
 def live(strategies: Iterable[str], directory: Path | None) -> list[dict[str, Any]]:
-    """Each strategy has peers of its own, so that none profits from the caches that another filled."""
+    """Each strategy has peers of its own, so that none profits from caches that another filled."""
     rows = []
     works: list[tuple[str, dict[str, Any], dict[str, float]]] = [
         ("fork-join of 500", with_outputs(fork_join(slept)), {}),

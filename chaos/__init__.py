@@ -1,1 +1,1 @@
-"""Real peers, broken on purpose: processes that are killed, hosts that are cut off."""
+"""REAL PEERS, BROKEN ON PURPOSE: processes that are killed, hosts that are cut off."""

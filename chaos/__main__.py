@@ -1,7 +1,7 @@
 """`make chaos`: real peers as processes and as hosts, killed, stopped and cut off.
 
-`python -m chaos [SCENARIO …] [--json] [--seed N] [--times N] [--only ATTACK,…]`; all of them if
-none is named.
+`python -m chaos [SCENARIO …] [--json] [--seed N] [--times N] [--only ATTACK,…]` runs all scenarios
+if none is named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS, TASK_S = 1000, 0.2
 
 
 def work(count: int, seconds: float) -> dict[str, Any]:
-    """Tasks that sleep, and one that adds up what they wrote."""
+    """Tasks that sleep and write a number, and one that adds up the numbers."""
     return {
         "name": f"{count} tasks",
         "tasks": {
@@ -53,7 +53,7 @@ def checked(cluster: PeerProcesses, workflow: Any, count: int) -> dict[str, Any]
 
 
 def kills(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """20 peers, 1,000 tasks, a SIGKILL every 2 s, the accepting peer first, six never to return."""
+    """20 peers, 1,000 tasks, a SIGKILL every 2 s, first of the accepting peer; six never return."""
     rng = random.Random(options.seed)
     cluster = PeerProcesses(home, 20)
     try:
@@ -130,9 +130,9 @@ def accept(options: argparse.Namespace, home: Path) -> dict[str, Any]:
             client = cluster.client(victim)
             client.peers()  # a connection is open
             workflow = client.submit(work(4, 0.1))
-            told = time.perf_counter()
+            accepted = time.perf_counter()
             os.kill(victim["pid"], 9)
-            late_ms.append(1000 * (time.perf_counter() - told))
+            late_ms.append(1000 * (time.perf_counter() - accepted))
             other = cluster.anyone(victim["id"])
             state = until(lambda: _final(other, workflow.id), 60)  # noqa: B023
             total = other.workflow(workflow.id).read("total") if state == "succeeded" else b""
@@ -159,7 +159,7 @@ def _up(client: Any) -> list[Any]:
 
 
 def failover(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """The home is killed: when is the next result committed?"""
+    """The home is killed; measures the time until the next result is committed."""
     cluster = PeerProcesses(home, 6, "--cpus", "2")
     after_s = []
     try:
@@ -188,7 +188,7 @@ def failover(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def stops(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """SIGSTOP and SIGCONT at random peers, kills and restarts among them."""
+    """SIGSTOP and SIGCONT at random peers, with kills and restarts in between."""
     rng = random.Random(options.seed)
     cluster = PeerProcesses(home, 10, "--cpus", "2")
     try:
@@ -215,7 +215,7 @@ def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     """20 hosts in network namespaces; 6 of them are cut off for 60 s, then healed."""
     cluster = Hosts(home, 20, 6)
     try:
-        inside = cluster.submit(15, work(300, 0.5))  # accepted by one that will be cut off
+        inside = cluster.submit(15, work(300, 0.5))  # accepted by a peer that will be cut off
         outside = cluster.submit(2, work(300, 0.5))
         time.sleep(3)
         cluster.cut()
@@ -244,7 +244,7 @@ def island(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def lossy(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """8 hosts; a tenth of all packets is lost, the home and one other are killed and come back."""
+    """8 hosts; a tenth of all packets is lost; the home and one other are killed and restarted."""
     cluster = Hosts(home, 8)
     try:
         start = time.monotonic()
@@ -271,7 +271,7 @@ def lossy(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """5 hosts with small disks; that of the home, and one other, is full for 10 s."""
+    """5 hosts with small disks; those of the home and of one other are full for 10 s."""
     cluster = Hosts(home, 5, disk_mib=24)
     try:
         workflow_id = cluster.submit(1, work(150, TASK_S))
@@ -290,7 +290,7 @@ def full(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         return {
             "state": state,
             "each_once": _each_once(cluster, workflow_id, 150),
-            "a_submission_to_a_full_disk": refused or "was taken",
+            "a_submission_to_a_full_disk": refused or "accepted",
         }
     finally:
         cluster.close()
@@ -302,7 +302,7 @@ def _each_once(cluster: PeerProcesses | Hosts, workflow_id: str, count: int) -> 
 
 
 def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """What three keepers cost against one: 10,000 calls on three peers, in turns, best of three."""
+    """The cost of three keepers over one: 10,000 calls on three peers, in turn, best of three."""
     tasks = {"n": {"foreach": 10_000, "call": "operator:pos", "args": ["{item}"]}}
     best: dict[int, float] = {}
     syncs: dict[int, float] = {}
@@ -335,7 +335,7 @@ def keepers(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def _lacking(scenario: str) -> str:
-    """What this machine does not have for it."""
+    """The reason why this machine can't run it; empty if it can."""
     if scenario in ("island", "lossy", "full") and os.geteuid() != 0:
         return "network namespaces need root"
     if scenario in ("island", "lossy", "full") and shutil.which("ip") is None:
@@ -375,16 +375,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--times", type=int, default=0, help="of accept and failover")
-    parser.add_argument("--only", default="", help="attacks of hostile, with commas between them")
+    parser.add_argument("--times", type=int, default=0, help="rounds of accept and failover")
+    parser.add_argument("--only", default="", help="attacks of hostile, separated by commas")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     wrong = [name for name in options.scenarios if name not in SCENARIOS]
     if wrong:
-        parser.error(f"there is no scenario {wrong[0]}; there are {', '.join(SCENARIOS)}")
+        parser.error(f"unknown scenario {wrong[0]}; choose from {', '.join(SCENARIOS)}")
     unknown = [name for name in options.only.split(",") if name and name not in strangers.ATTACKS]
     if unknown:
-        parser.error(f"no attack {unknown[0]}; there are {', '.join(strangers.ATTACKS)}")
+        parser.error(f"unknown attack {unknown[0]}; choose from {', '.join(strangers.ATTACKS)}")
     display = Display()
     results: dict[str, Any] = {}
     for name in options.scenarios or SCENARIOS:

@@ -1,7 +1,7 @@
 """Peers as hosts: each in a network namespace of its own, behind one of two switches.
 
-The switches are bridges in a namespace of ours, joined by one cable: pulling that makes an island.
-Nothing of it touches the machine's own network.
+The switches are bridges in a namespace of ours, joined by one cable: to pull it makes an island.
+The machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Hosts:
     def __init__(self, home: Path, count: int, cut_off: int = 0, disk_mib: int = 0) -> None:
         self.home = home
         self.count = count
-        self._disk_mib = disk_mib  # each data directory on a disk of its own, so large
+        self._disk_mib = disk_mib  # size of a disk for each data directory; 0: none
         self._name = f"vc{os.getpid()}"
         self._switch = f"{self._name}-sw"
         self._island = set(range(count - cut_off, count))
@@ -37,7 +37,7 @@ class Hosts:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")},
             "VALENCE_CLUSTER_KEY": secrets.token_hex(24),
-            "VALENCE_ROOT_TASKS": "yes",  # these are of the scenario itself
+            "VALENCE_ROOT_TASKS": "yes",  # the tasks are the scenario's own
             "VALENCE_SANDBOX": "off",
             "VALENCE_TOKEN": secrets.token_hex(24),
         }
@@ -94,7 +94,7 @@ class Hosts:
     # ----------------------------------------------------------------- using it
 
     def ask(self, index: int, method: str, path: str, body: bytes = b"") -> Any:
-        """From the host itself: the machine's own network does not reach it."""
+        """Asks from the host itself, which the machine's own network does not reach."""
         program = (
             "import sys, json; from valence.client import Client; import os; "
             "c = Client(sys.argv[1], os.environ['VALENCE_TOKEN']); "
@@ -148,7 +148,7 @@ class Hosts:
         ip("-n", self._switch, "link", "set", "cable0", "up")
 
     def lossy(self, percent: int) -> None:
-        """Of all that comes in at any host, so much is lost."""
+        """Drops this percentage of all packets that arrive at any host."""
         rule = f"numgen random mod 100 < {percent} drop"
         hook = "type filter hook input priority 0"
         rules = f"table inet chaos {{\n chain incoming {{\n {hook}\n {rule}\n }}\n}}\n"
@@ -164,7 +164,7 @@ class Hosts:
         self._start(index)
 
     def fill(self, index: int) -> None:
-        """Its disk: not a byte is left."""
+        """Fills its disk to the last byte."""
         with contextlib.suppress(OSError), self._filler(index).open("wb", buffering=0) as file:
             while file.write(bytes(65536)):
                 pass

@@ -1,6 +1,7 @@
-"""Peers, a whole cluster or the task queue lost midway: what it costs, and what runs twice.
+"""The cost of losing peers, a whole cluster or the task queue midway, and the tasks that run twice.
 
-Tasks write to files when they begin and end: a journal tells what counted, not how often it ran.
+Tasks write to files when they begin and end: a journal tells which results counted, but not how
+often a task ran.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ PAIRS, TASK_S, FILE_BYTES, PEERS = 150, 0.2, 300_000, 8
 KILLED_AFTER_S, DOWN_AFTER_S, DOWN_S = 2.0, 3.5, 1.0
 RATIO_MAX = 1.5
 PARTS, PART_S, PART_BYTES, SITE_PEERS = 80, 0.5, 100_000, 4
-QUEUE_KILLED_AT, QUEUE_DOWN_S = 0.4, 2.0  # when this share of the parts is made
+QUEUE_KILLED_AT, QUEUE_DOWN_S = 0.4, 2.0  # killed when this fraction of the parts is made
 LIMIT_S = 120.0
 
 
 class Marks:
-    """Files in which tasks write that they began, and that they ended."""
+    """Files to which tasks write when they begin and when they end."""
 
     def __init__(self, path: Path) -> None:
         self._path = open_directory(path)
@@ -53,13 +54,13 @@ class Marks:
 
 
 def _made(size_bytes: int) -> str:
-    """A file for each item, each with its own content: equal ones would be one blob."""
+    """A file for each item, with content of its own: equal files would be one blob."""
     return f"(printf %06d {{item}}; head -c {size_bytes - 6} /dev/zero) > f.{{item}}"
 
 
 @dataclass(frozen=True, slots=True)
 class LossRun:
-    """How a run went; `running`: tasks at work when it was struck."""
+    """The outcome of one run; `running` is the number of tasks at work when the loss happened."""
 
     state: str
     took_s: float
@@ -68,7 +69,7 @@ class LossRun:
 
 
 def deaths(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """150 makers and their readers on 8 peers: the home dies, three die, all stop for a moment."""
+    """150 makers and their readers on 8 peers: the home dies, three die, all stop briefly."""
     calm = _pairs(home, "calm", 0.0, lambda cluster, view: None)
     one = _pairs(home, "home", KILLED_AFTER_S, lambda cluster, view: _kill(cluster, view, 0))
     three = _pairs(home, "three", KILLED_AFTER_S, lambda cluster, view: _kill(cluster, view, 2))
@@ -93,7 +94,7 @@ def deaths(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def _ratio(run: LossRun, calm: LossRun, dead: int) -> float:
-    """Its time over what the remaining slots need, at the pace of the calm run."""
+    """Its time, divided by the time that the remaining slots need at the pace of the calm run."""
     needed_s = KILLED_AFTER_S + (calm.took_s - KILLED_AFTER_S) * PEERS / (PEERS - dead)
     return run.took_s / needed_s
 
@@ -121,7 +122,7 @@ def _pairs(
 
 
 def _kill(cluster: PeerProcesses, view: dict[str, Any], others: int) -> None:
-    """Kill the home for good, and this many peers that keep no journal."""
+    """Kills the home for good, and this many peers that keep no journal."""
     keeping = {view["home"], *view["keepers"]}
     without = [row["id"] for row in cluster.rows() if row["id"] not in keeping]
     for peer_id in (view["home"], *without[:others]):
@@ -130,14 +131,14 @@ def _kill(cluster: PeerProcesses, view: dict[str, Any], others: int) -> None:
 
 
 def _down_and_up(cluster: PeerProcesses, view: dict[str, Any]) -> None:
-    """Stop all peers, and start them again on what they kept."""
+    """Stops all peers, and restarts them on the same data."""
     cluster.close()
     time.sleep(DOWN_S)
     cluster.start()
 
 
 def _end(someone: Callable[[], Client], workflow_id: str) -> tuple[str, float]:
-    """How a workflow ended, and when."""
+    """A workflow's final state, and when it ended."""
 
     def ended() -> dict[str, Any] | None:
         view: dict[str, Any] = someone().request("GET", f"/v1/workflows/{workflow_id}")
@@ -167,7 +168,7 @@ def sites(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def _merge(home: Path, name: str) -> tuple[str, int, float, Counter[str]]:
-    """How it ended, the merged size, the time it took, and how often each part was begun."""
+    """The final state, the merged size, the time it took, and how often each part was begun."""
     marks = Marks(home / f"{name}-marks")
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(contextlib.closing(Queue(home / f"{name}-queue")))

@@ -24,7 +24,7 @@ LIMIT_S = 120.0
 
 
 def as_owner(cluster: PeerProcesses, name: str, url: str) -> Client:
-    """A client that may submit workflows of its own, and see no others."""
+    """A client that can submit workflows, and sees only its own."""
     return Client(url, cluster.owner(name))
 
 
@@ -59,7 +59,7 @@ def _share_of_queue(home: Path) -> tuple[float, float]:
 
 
 def _share(first: Client, second: Client, strategy: str) -> tuple[float, float]:
-    """The second's percentage of the slot time used, and the percentage of all that was used."""
+    """The second's percentage of the used slot time, and the used percentage of all slot time."""
     tasks = {"nap": {"foreach": TASKS, "command": ["sleep", f"{TASK_S:g}"]}}
     document = {"name": "naps", "strategy": strategy, "tasks": tasks}
     earlier = first.submit(document)
@@ -71,7 +71,7 @@ def _share(first: Client, second: Client, strategy: str) -> tuple[float, float]:
         until(lambda: any(_ended(workflow) for workflow in both), LIMIT_S)
     time.sleep(3 * TASK_S)  # until attempts that began within the window are reported
     ends = [at for workflow in both if (at := workflow.view()["ended_at"])]
-    # the last tasks of a workflow are fewer than the slots it could have had
+    # at its end a workflow has fewer tasks left than the slots it could use
     end = min(ends, default=start) - TASK_S
     for workflow in both:
         with contextlib.suppress(Problem):  # it has ended
@@ -87,7 +87,7 @@ def _ended(workflow: WorkflowHandle) -> bool:
 
 
 def _used_s(workflow: WorkflowHandle, start: float, end: float) -> float:
-    """Slot time of its attempts between two moments."""
+    """The slot time of its attempts between two moments."""
     used_s = 0.0
     for row in workflow.tasks():
         for attempt in workflow.task(row["id"])["history"] if row["attempts"] else ():
@@ -98,7 +98,7 @@ def _used_s(workflow: WorkflowHandle, start: float, end: float) -> float:
 
 
 def edited(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Code is edited between submissions: calls run the new code, no worker serves two owners."""
+    """Code is edited between submissions: calls run the new code; no worker serves two owners."""
     code = open_directory(home / "code")
     path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
     new: dict[str, int] = {}
@@ -133,7 +133,7 @@ def edited(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def _edit(code: Path, edit: str, version: int) -> None:
-    """Save this version of a module, or of the one that it imports, as an editor does."""
+    """Saves this version of a module, or of the one that it imports, as an editor does."""
     own, other = (0, version) if edit == "imported" else (version, 0)
     text = f"import os, time\nimport its_{edit}\n\nVERSION = {own}\n\n\ndef f(item):\n"
     text += f"    time.sleep({CALL_S:g})\n    return [VERSION + its_{edit}.VERSION, os.getpid()]\n"
@@ -143,7 +143,7 @@ def _edit(code: Path, edit: str, version: int) -> None:
             continue
         part.write_text(content)
         part.chmod(0o644)
-        if edit == "same_second":  # all that a compiled file knows of its source, but for its size
+        if edit == "same_second":  # besides the size, all that a compiled file knows of its source
             at_ns = SAVED_AT_S * 10**9 + version * 10**8
             os.utime(part, ns=(at_ns, at_ns))
         part.replace(path)

@@ -1,4 +1,4 @@
-"""A local cluster whose peers can be killed, stopped and started again, one by one."""
+"""A local cluster whose peers can be killed, stopped and restarted, one by one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeerProcesses:
             raise
 
     def start(self) -> None:
-        """Also again, on what its peers kept."""
+        """Starts the cluster; after `close`, restarts it on the same data."""
         subprocess.run(
             self._up, env=self.environment, check=True, stdout=subprocess.DEVNULL, timeout=UP_S
         )
@@ -51,7 +51,7 @@ class PeerProcesses:
         until(lambda: len(self.client(self.rows()[0]).peers()) == self._peers, 60)
 
     def owner(self, name: str) -> str:
-        """A token of somebody who may submit workflows, and see no others."""
+        """A token for an owner who can submit workflows, and sees only those."""
         return tokens.make(self.token, name, "submit", time.time() + 3600)[0]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class PeerProcesses:
                 process.kill()
 
     def commits(self, workflow: str) -> Counter[str]:
-        """How often each task was committed, by the copy on disk that is furthest."""
+        """How often each task was committed, by the most complete replica on disk."""
         best: Counter[str] = Counter()
         for row in self.rows():
             counts = committed(Path(row["data"]) / "peer.db", workflow)
@@ -103,7 +103,7 @@ class PeerProcesses:
 
 
 def open_directory(path: Path) -> Path:
-    """One that tasks can write to, whatever user they run as."""
+    """Makes a directory that tasks can write to, whatever user they run as."""
     path.mkdir(parents=True)
     path.parent.chmod(0o711)
     path.chmod(0o777)
@@ -127,7 +127,7 @@ def committed(path: Path, workflow: str) -> Counter[str]:
             if isinstance(entry, AttemptsFinished):
                 won = (row for row in entry.outcomes if row.verdict == "succeeded")
                 counts.update(row.outcome.key.task for row in won)
-            elif isinstance(entry, TasksReopened):  # its outputs were lost: once more is right
+            elif isinstance(entry, TasksReopened):  # its outputs were lost, so it must run again
                 counts.subtract(row.task for row in entry.tasks)
     return counts
 

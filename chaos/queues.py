@@ -1,4 +1,4 @@
-"""What a site lives by, killed in the middle of the work: its master pilot, and the task queue."""
+"""A site's master pilot and its task queue, killed in the middle of the work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS, TASK_S, PEERS = 2000, 0.05, 12
 
 
 class Queue:
-    """`python -m master`, that can be killed and started again."""
+    """`python -m master`, which can be killed and restarted."""
 
     def __init__(self, data: Path) -> None:
         with socket.socket() as free:
@@ -77,7 +77,7 @@ def work(count: int, seconds: float) -> dict[str, Any]:
 
 
 def rounds(cluster: PeerProcesses, rows: list[dict[str, Any]]) -> int:
-    """That the master pilots of these have called."""
+    """The number of rounds that the master pilots among these peers have called."""
     called = 0
     for row in rows:
         with contextlib.suppress(Exception):
@@ -88,7 +88,7 @@ def rounds(cluster: PeerProcesses, rows: list[dict[str, Any]]) -> int:
 
 
 def _kill_master(cluster: PeerProcesses) -> float:
-    """The lowest id; and seconds until another one has assigned something."""
+    """Kills the master pilot (the lowest id); the seconds until another one assigns something."""
     master = min(cluster.up(), key=lambda row: str(row["id"]))
     others = [row for row in cluster.up() if row["id"] != master["id"]]
     cluster.kill(str(master["id"]))
@@ -100,7 +100,7 @@ def _kill_master(cluster: PeerProcesses) -> float:
 
 
 def pilots(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """2,000 tasks by `pilots`, no queue; the site's master pilot is killed in the middle."""
+    """2,000 tasks with `pilots` and no queue; the site's master pilot is killed in the middle."""
     cluster = PeerProcesses(home, PEERS, "--cpus", "2")
     try:
         master = min(cluster.up(), key=lambda row: str(row["id"]))
@@ -134,7 +134,7 @@ def queue(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         again_s = _kill_master(cluster)
         until(lambda: workflow.view()["counts"].get("succeeded", 0) > TASKS // 2, 60)
         service.kill()
-        direct = cluster.anyone().submit(work(50, 0.01))  # pilots are there for each other
+        direct = cluster.anyone().submit(work(50, 0.01))  # the peers still work for each other
         direct_state = direct.wait()
         time.sleep(3)
         service.start(cluster.token)

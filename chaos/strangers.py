@@ -1,7 +1,7 @@
 """Hostile documents, sent to live peers by an owner whom nobody trusts.
 
-Each attack gets five fresh peers and an ordinary `submit` token. It held if all five daemons live,
-none was silent for long, none answered 500, and each of them, asked directly, serves an honest
+Each attack gets five fresh peers and an ordinary `submit` token. The peers held if all five daemons
+live, none was silent for long, none answered 500, and each, asked directly, serves an honest
 workflow of another owner in time: 20 s into the attack, and again after a restart on the same data.
 """
 
@@ -33,8 +33,8 @@ from .processes import VALENCE, PeerProcesses, until
 PEERS = 5
 OFFER = ("--cpus", "2", "--memory", "2GiB", "--disk", "128MiB")
 WATCH_S, HONEST_S = 20.0, 20.0
-ANSWER_S = 45.0  # attackers are patient: they wait until the honest have been served
-SETTLE_S = 5.0  # after a restart the journaled attack resumes before the honest ask
+ANSWER_S = 45.0  # attackers are patient: they wait until honest owners have been served
+SETTLE_S = 5.0  # after a restart the journaled attack resumes before honest owners ask
 SILENT_S_MAX = 2.0
 RSS_BYTES_MAX = 1536 << 20
 DOWN_S, EXIT_S = 60.0, 3.0
@@ -47,13 +47,13 @@ def _each(items: Iterable[Any], act: Callable[[Any], Any], at_once: int = PEERS)
 
 
 class Caller(Client):
-    """A client that reports the status of every answer, and waits only as long as it is told."""
+    """A client that reports the status of every response, and waits only as long as told."""
 
     def ask(
         self, method: str, path: str, body: bytes | None = None, kind: str = JSON,
         timeout_s: float = ANSWER_S, held: list[Any] | None = None,
     ) -> tuple[int, bytes]:  # fmt: skip
-        """The status and the body, 0 and the reason if none came; `held` keeps it open, unread."""
+        """The status and the body; 0 and the reason without a response. `held` keeps it open."""
         try:
             connection, response = self._open(method, path, body, {"Content-Type": kind}, timeout_s)
             if held is not None:
@@ -68,7 +68,7 @@ class Caller(Client):
 
 
 class Cluster(PeerProcesses):
-    """Five peers that stop and start again on the same data, and can't take all memory."""
+    """Five peers that can be restarted on the same data, and can't take all memory."""
 
     def __init__(self, home: Path) -> None:
         self.overgrown: list[str] = []
@@ -103,7 +103,7 @@ class Cluster(PeerProcesses):
         return lines
 
     def _guard(self) -> None:
-        """Kill a daemon before it takes all of the machine's memory."""
+        """Kills a daemon before it takes all of the machine's memory."""
         while not self._closed.wait(0.25):
             with contextlib.suppress(OSError):
                 for pid in [int(row["pid"]) for row in self.up()]:
@@ -114,13 +114,13 @@ class Cluster(PeerProcesses):
                         os.kill(pid, signal.SIGKILL)
 
     def _left(self) -> list[int]:
-        """Processes that do not end by themselves within moments."""
+        """Processes that do not end by themselves within a few seconds."""
         with contextlib.suppress(TimeoutError):
             until(lambda: not self._processes(), EXIT_S)
         return self._processes()
 
     def _processes(self) -> list[int]:
-        """By the environment they were started in: a pid may be somebody else's by now."""
+        """Recognised by their environment: a pid may belong to another process by now."""
         pids, mark = [], f"VALENCE_HOME={self.home}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -146,20 +146,20 @@ HONEST: dict[str, Any] = {
 
 
 def refused(caller: Caller) -> str:
-    """Empty if this peer served an honest workflow in time, else what went wrong."""
+    """Empty if this peer served an honest workflow in time; otherwise what went wrong."""
     deadline = time.monotonic() + HONEST_S
 
     def ask(
         method: str, path: str, body: bytes | None = None, done: Callable[[bytes], bool] = bool
     ) -> bytes:
-        said = "no answer"
+        outcome = "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
             status, answer = caller.ask(method, path, body, timeout_s=left_s)
             if status in (200, 201) and done(answer):
                 return answer
-            said = f"{status} {answer[:200].decode(errors='replace')}"
+            outcome = f"{status} {answer[:200].decode(errors='replace')}"
             time.sleep(0.1)
-        raise TimeoutError(f"{method} {path}: {said}")
+        raise TimeoutError(f"{method} {path}: {outcome}")
 
     try:
         workflow_id = json.loads(ask("POST", "/v1/workflows", json.dumps(HONEST).encode()))["id"]
@@ -176,7 +176,7 @@ def refused(caller: Caller) -> str:
 
 
 def silence_s(caller: Caller, end: float) -> float:
-    """The longest wait for /healthz until then; a peer that is gone was silent all the time."""
+    """The longest wait for /healthz until then; a peer that has died was silent all the time."""
     worst_s = 0.0
     while (start := time.monotonic()) < end:
         status, _ = caller.ask("GET", "/healthz", timeout_s=end - start)
@@ -190,7 +190,7 @@ def silence_s(caller: Caller, end: float) -> float:
 
 
 class Stranger:
-    """What an attacker sent, what was answered, and what it holds open."""
+    """An attacker: the responses it got, its workflows, and the connections it holds open."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.answers: list[int] = []
@@ -208,14 +208,14 @@ class Stranger:
         return status, answer
 
     def submit(self, document: dict[str, Any] | str, peer: int = 0) -> None:
-        """Values go as JSON, text as YAML."""
+        """Sends values as JSON, text as YAML."""
         text, kind = (document, YAML) if isinstance(document, str) else (json.dumps(document), JSON)
         status, answer = self.ask(peer, "POST", "/v1/workflows", text.encode(), kind)
         if status in (200, 201):
             self.ids.append(json.loads(answer)["id"])
 
     def everywhere(self, document: dict[str, Any]) -> None:
-        """To all peers at once."""
+        """Submits to all peers at once."""
         _each(range(PEERS), lambda peer: self.submit(document, peer))
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def control(x: Stranger) -> None:
 
 def pilots_rank(x: Stranger) -> None:
     """A rank that raises once a task has waited for two seconds."""
-    # the input makes it worth asking pilots; 1.5 of 2 cores leave room for the honest
+    # the input makes pilots worthwhile; 1.5 of 2 cores leave capacity for honest owners
     task = {"foreach": 400, "command": ["sleep", "1"], "inputs": ["f"], "needs": {"cpus": 1.5}}
     rank = 'part((1:"a"), min(1, floor(waited - 1)))'
     x.submit(one(task, strategy="pilots", rank=rank, inputs={"f": {"size": "2MB"}}))
@@ -327,14 +327,14 @@ def args_bomb(x: Stranger) -> None:
 
 
 def fifo_log(x: Stranger) -> None:
-    """A fifo where the task's log belongs: opening it waits for a reader for ever."""
+    """A fifo in place of the task's log: opening it waits for a reader for ever."""
     line = 'mkfifo "$HOME.log"; head -c 60000 /dev/zero; sleep 0.5'
     task = {"foreach": 5, "command": ["sh", "-c", line, "{item}"], "needs": {"cpus": 0.01}}
     x.everywhere(one(task))
 
 
 def reply(value: str) -> str:
-    """A program that writes this to the pipe on which its worker should reply."""
+    """A program that writes this to the pipe on which its worker is expected to reply."""
     send = "os.write(3, struct.pack('!I', len(b)) + b)"
     return f"import os, struct, time, msgpack\nb = msgpack.packb({value})\n{send}\n"
 
@@ -440,20 +440,20 @@ def honest(cluster: Cluster) -> list[Caller]:
 
 
 def served(cluster: Cluster) -> tuple[int, int, list[str]]:
-    """Daemons alive, honest workflows served, and why not all of them."""
+    """The daemons alive, the honest workflows served, and the reasons for the others."""
     refusals = _each(honest(cluster), refused)
     why = [*cluster.overgrown, *cluster.last_words(), *filter(None, refusals)]
     return len(cluster.up()), refusals.count(""), why
 
 
 def restarted(cluster: Cluster) -> tuple[int, int, list[str]]:
-    """The same after a restart on the same data."""
+    """The same counts after a restart on the same data."""
     outlived = cluster.stop()
     left = [f"outlived `valence down` and killed: {outlived}"] if outlived else []
     try:
         cluster.start()
     except (OSError, subprocess.SubprocessError) as error:
-        return 0, 0, [*left, f"it did not start again: {error}"]
+        return 0, 0, [*left, f"the cluster did not restart: {error}"]
     time.sleep(SETTLE_S)
     alive, done, why = served(cluster)
     return alive, done, [*left, *why]
@@ -492,11 +492,11 @@ def attacked(cluster: Cluster, attack: Callable[[Stranger], None]) -> dict[str, 
 
 
 def hostile(options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Hostile documents against 5 peers, one after another; all 5 go on serving another owner."""
+    """Hostile documents against 5 peers, one by one; all 5 keep serving another owner."""
     names = [name for name in getattr(options, "only", "").split(",") if name] or list(ATTACKS)
     unknown = [name for name in names if name not in ATTACKS]
     if unknown:
-        raise ValueError(f"there is no attack {unknown[0]}; there are {', '.join(ATTACKS)}")
+        raise ValueError(f"unknown attack {unknown[0]}; choose from {', '.join(ATTACKS)}")
     display = Display(sys.stderr)
     rows: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -1,8 +1,9 @@
 """`make fuzz`: hostile input for ten minutes, guided by coverage, and by the API's schema.
 
 `python -m fuzz [--seconds N] [--json]`. The decoders of datagrams and streams and the parser of
-documents run under atheris; Schemathesis asks a live cluster everything its OpenAPI document
-allows and forbids. Exit code 1 if anything crashed, grew without bound, or answered with 5xx.
+documents run under atheris; Schemathesis sends a live cluster every request that its OpenAPI
+document allows or forbids. The exit code is 1 if anything crashed, grew without bound, or answered
+with 5xx.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _memory_bytes(pids: list[int]) -> int:
 
 
 def http(seconds: int, home: Path, examples: int) -> dict[str, Any]:
-    """A cluster of its own, asked by Schemathesis; its memory before and after."""
+    """Runs Schemathesis against a cluster of its own, and measures the cluster's memory."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
     environment["VALENCE_HOME"] = str(home)
     up = [*VALENCE, "up", "--peers", "2", "--cpus", "1", "--detach"]
@@ -121,9 +122,9 @@ def _ask_all(url: str, token: str, examples: int, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=int, default=600, help="for all of it together")
-    parser.add_argument("--examples", type=int, default=25, help="per operation and round")
-    parser.add_argument("--keep", metavar="DIR", help="where inputs that failed are left")
+    parser.add_argument("--seconds", type=int, default=600, help="time for everything together")
+    parser.add_argument("--examples", type=int, default=25, help="examples per operation and round")
+    parser.add_argument("--keep", metavar="DIR", help="directory for the inputs that failed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     each = max(5, options.seconds // (len(TARGETS) + 1))

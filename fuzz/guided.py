@@ -1,6 +1,7 @@
-"""One target under atheris, which follows coverage: `python -m fuzz.guided TARGET SECONDS DIR`.
+"""Fuzzes one target under atheris, guided by coverage.
 
-It ends with code 0 after its time, and with the input that failed in DIR otherwise.
+`python -m fuzz.guided TARGET SECONDS DIR` exits with code 0 when its time is over. If an input
+fails before that, it leaves the input in DIR.
 """
 
 from __future__ import annotations

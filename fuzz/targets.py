@@ -1,4 +1,4 @@
-"""What is fuzzed: each target takes bytes, and anything it raises is a defect."""
+"""The targets of fuzzing: each takes bytes, and whatever it raises is a defect."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _clock() -> float:
 
 
 def message(data: bytes) -> None:
-    """A decrypted datagram or frame: an envelope, or `Malformed`. What is read can be written."""
+    """A decrypted datagram or frame: an envelope, which can be encoded again, or `Malformed`."""
     try:
         envelope = decode(data)
     except Malformed:
@@ -70,7 +70,7 @@ def message(data: bytes) -> None:
 
 
 def datagram(data: bytes) -> None:
-    """Off the wire, from anybody; and from somebody with the key, with any content."""
+    """A datagram from anybody; and one with any content from a sender who has the key."""
     mine = Seal(_ME, _KEY, _clock)
     try:
         mine.open(data)
@@ -83,7 +83,7 @@ def datagram(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """Frames of a peer's connection, cut anywhere."""
+    """The frames of a peer's connection, cut off anywhere."""
     link = Link(Seal(_ME, _KEY, _clock), None, _ME, LAN)  # type: ignore[arg-type]
     link.receive = lambda sender, payload: message(payload)
 
@@ -100,7 +100,7 @@ def stream(data: bytes) -> None:
 
 
 def document(data: bytes) -> None:
-    """A workflow document: a workflow, or problems that name their places."""
+    """A workflow document: it makes a workflow, or problems that name their places."""
     try:
         made = len(read_document(data, {}).tasks)
     except DocumentError as error:
@@ -109,7 +109,7 @@ def document(data: bytes) -> None:
 
 
 def policy(data: bytes) -> None:
-    """A rule of a workflow: it is refused with its place, or acts within its bounds."""
+    """A rule of a workflow: it is refused with its place, or acts within its limits."""
     text = data.decode("utf-8", "replace")
     try:
         policies = Policies((text,))
@@ -217,7 +217,7 @@ def seeds(target: str) -> list[bytes]:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, cut, doubled or put in: what a bounded run tries without a guide."""
+    """Some bytes changed, removed, repeated or inserted, for a short run without guidance."""
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 6)):
         at = rng.randrange(len(changed) + 1)

@@ -1,10 +1,10 @@
-"""The paper's own space (sections 3.1 and 3.3): molecules act on arrival at the owners of their ids.
+"""The paper's own space (sections 3.1 and 3.3): molecules act where their ids are owned.
 
 There is one engine per node, and everything goes over the wire. A workflow arrives at its entry
 node, which decomposes it into levels. Each level is stored at the owner of its hashed id, and so is
 each task once its level is READY. The holder of a task looks for a resource. The holder of a level
-counts the tasks of it that have ended, then fetches the next level and makes it READY. The holder of
-the last level gives all results to the entry. The rules are the paper's Algorithm 2, on
+counts the tasks of it that have ended, then fetches the next level and makes it READY. The holder
+of the last level gives all results to the entry. The rules are the paper's Algorithm 2, on
 `protocols.chemistry`. (Valence itself has a journal at a home and its keepers: here a molecule is
 lost with its node, a case that the paper does not discuss.)
 """
@@ -148,7 +148,7 @@ class Engine:
         rpc.on(Results, self._results)
 
     async def submit(self, workflow: str, tasks: list[Compound]) -> None:
-        """As the entry: decomposes it into levels and stores each at its owner, the first one READY."""
+        """As the entry: stores each of its levels at the level's owner; the first is READY."""
         levels = react("workflowDecomp", Compound((Symbol("WORKFLOW"), Solution(tuple(tasks)))))
         levels.sort(key=lambda level: int(level.parts[2]))  # type: ignore[union-attr, arg-type]
         last = len(levels) - 1
@@ -190,7 +190,7 @@ class Engine:
             assert isinstance(task, Compound)
             self._spawn(self._put(id_of("task", workflow, task.parts[2]), task))
 
-    def captured(self, key: AttemptKey, resource: bytes, lease: int) -> Call:
+    def map_to_resource(self, key: AttemptKey, resource: bytes, lease: int) -> Call:
         """mapTaskRes: a task and the resource that was captured for it."""
         task = self.tasks[key.workflow, key.task]
         res = Compound((Symbol("RES"), key.workflow, key.task, resource.hex(), lease))

@@ -184,7 +184,7 @@ class Node(Guest):
         by_peer: dict[bytes, tuple[Contact, list[Work]]] = {}
         for one in batch:
             if self.space.plan.mode == "paper":
-                self.engine.captured(one.unit.key, one.peer.id, one.lease)
+                self.engine.map_to_resource(one.unit.key, one.peer.id, one.lease)
             work = Work(one.unit.key, one.lease, one.unit.needs, command=("work",))
             by_peer.setdefault(one.peer.id, (one.peer, []))[1].append(work)
         for contact, works in by_peer.values():
@@ -233,7 +233,7 @@ class ChemicalSpace:
         task.add_done_callback(self._tasks.discard)
 
     def captured(self, node: Node) -> None:
-        """Whether it is among the least loaded at the moment of the question, to a step of the layer."""
+        """Counts whether it is among the least loaded at this moment, to a step of the layer."""
         free, step = node.admission.free.millicores, 1000 * CORES // USED_STEPS
         sample = self.rng.sample(self.nodes, min(50, len(self.nodes)))
         self.best.append(all(free >= other.admission.free.millicores - step for other in sample))

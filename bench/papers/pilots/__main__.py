@@ -1,10 +1,10 @@
 """`make papers`: the experiments of seed 003, with Valence's own code on the simulator.
 
 `python -m bench.papers.pilots [--sizes 100:300,…] [--kinds serial,…] [--runs 3] [--out DIR]` prints
-the quantities of the paper's Figures 2 to 8 as tables, beside the paper's own numbers, and draws them
-if matplotlib is installed. Sizes are pilots and tasks. As in the paper, each kind of workflow runs
-several times, and the tables show the mean and its standard deviation. *greedy* is our code with the
-paper's assignment, up to 500 pilots. It takes half an hour on two cores.
+the quantities of the paper's Figures 2 to 8 as tables, beside the paper's own numbers, and draws
+them if matplotlib is installed. Sizes are pilots and tasks. As in the paper, each kind of workflow
+runs several times, and the tables show the mean and its standard deviation. *greedy* is our code
+with the paper's assignment, up to 500 pilots. It takes half an hour on two cores.
 """
 
 from __future__ import annotations

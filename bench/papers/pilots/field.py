@@ -1,10 +1,10 @@
 """Pilots of two sites and a task queue on the simulator, with the product's own code on both sides.
 
 Section IV of the paper: about 100, 500 and 1,500 pilots, workflows of two steps (each task makes
-one file, and tasks of the second step read the files of the first), tasks of 3.3 minutes on average.
-Here a pilot has one core, tasks take 100 to 300 s, and files have 20,000 bytes, since only their
-number matters. All pilots know all members and none dies: the experiment is about rounds, lists,
-caches and the queue.
+one file, and tasks of the second step read the files of the first), tasks of 3.3 minutes on
+average. Here a pilot has one core, tasks take 100 to 300 s, and files have 20,000 bytes, since only
+their number matters. All pilots know all members and none dies: the experiment is about rounds,
+lists, caches and the queue.
 """
 
 from __future__ import annotations

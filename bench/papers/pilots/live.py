@@ -1,8 +1,9 @@
 """The experiments of seed 003 with real pilots: processes on this machine.
 
 They form two clusters that share nothing but a task queue, and run real commands on real files.
-Tasks take 5 to 15 s instead of minutes. Delays are measured between two tasks of a pilot, by its own
-clock: they include outcome, queue, list, bids, assignment, lease, inputs and the process's start.
+Tasks take 5 to 15 s instead of minutes. Delays are measured between two tasks of a pilot, by its
+own clock: they include outcome, queue, list, bids, assignment, lease, inputs and the process's
+start.
 """
 
 from __future__ import annotations

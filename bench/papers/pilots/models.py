@@ -84,7 +84,7 @@ class Model:
             self.free_at = max(self._now(), self.free_at) + REQUEST_S
 
     def _best(self, cache: set[str], site: str) -> str | None:
-        """The first of the tasks with most files in that cache, counting files at the site's own SE."""
+        """The first task with most files in that cache, counting files at the site's own SE."""
         best, most = None, -1
         for name in self.runnable:
             reads = self.reads[name]

@@ -1,8 +1,8 @@
 """`make papers`: the experiments of seed 004, with Valence's own code on the simulator.
 
 `python -m bench.papers.tickets [--sizes 50,100,…] [--seeds N] [--out DIR] [--json]` prints the
-quantities of the paper's Figures 10 to 14 and its Table 5, beside the paper's numbers where it gives any, and draws
-them if matplotlib is installed. Each figure is a mean over `--seeds` grids.
+quantities of the paper's Figures 10 to 14 and its Table 5, beside the paper's numbers where it
+gives any, and draws them if matplotlib is installed. Each figure is a mean over `--seeds` grids.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def show(
 ) -> None:
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
-    # DELAY: from ready to placed; BESIDE FREE: the part of the delay during which the processor that
-    # the task then got was free, so that the delay was not due to a lack of processors
+    # DELAY: from ready to placed; BESIDE FREE: the part of the delay during which the processor
+    # that the task then got was free, so that it was not due to a lack of processors
     heads = (
         "TASKS",
         "MODE",

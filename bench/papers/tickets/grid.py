@@ -1,4 +1,4 @@
-"""A grid of sites on the simulator, with Valence's strategies, admission and calls; tasks are timers.
+"""A grid of sites on the simulator, with Valence's strategies, admission and calls.
 
 Section 5.2 of the paper: every site is a broker with one fork-join workflow, and a resource with a
 number of processors, their speed, architecture and operating system. The paper takes these from
@@ -6,7 +6,7 @@ five grids of its time and gives no numbers. Here they are drawn at random: proc
 from 1 to 400 (with these, tickets every 100 s lead to about the paper's Table 5), speeds around
 2,200 MIPS from 700 to 3,000, nine in ten sites of one architecture and nine in ten of one system,
 as in those grids. Tasks ask for a speed of 700 to 1,500 MIPS, as the claims of the paper's Table 2
-do, and for an architecture and a system that some site has.
+do, and for an architecture and a system that some site has. Tasks are timers.
 """
 
 from __future__ import annotations
