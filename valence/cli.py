@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except DocumentError as error:
-        return _document_failed(error, getattr(options, "file", ""), display)
+        return _document_failed(error, getattr(options, "file", "-"), display)
     except Problem as problem:
         return _request_failed(problem, display)
     except Unreachable as error:
@@ -75,6 +75,7 @@ def _run_daemon(name: str, arguments: list[str]) -> int:
 
 
 def _document_failed(error: DocumentError, file: str, display: Display) -> int:
+    file = "standard input" if file == "-" else file
     for problem in error.problems:
         line = f":{problem.line}" if problem.line else ""
         display.error(f"{file}{line}: {problem.place or 'the document'}: {problem.message}")
@@ -625,7 +626,7 @@ def _get(options: argparse.Namespace, display: Display) -> int:
     if options.json:
         _json(display, fetched)
     elif not fetched and not missing:
-        display.error("there is nothing to fetch")
+        display.error(f"nothing to download; see its files with: valence files {workflow.id}")
     return 1 if missing or not fetched else 0
 
 
