@@ -490,7 +490,7 @@ def _watch(options: argparse.Namespace, display: Display) -> int:
     return _follow(Client().workflow(options.id), options, display)
 
 
-def _view_when_there(workflow: WorkflowHandle, display: Display) -> dict[str, Any]:
+def _view_when_there(workflow: WorkflowHandle) -> dict[str, Any]:
     """A workflow's view, however long a majority of the peers that keep it is away."""
     reported = ""
     while True:
@@ -506,7 +506,7 @@ def _view_when_there(workflow: WorkflowHandle, display: Display) -> dict[str, An
 
 
 def _follow(workflow: WorkflowHandle, options: argparse.Namespace, display: Display) -> int:
-    view = _view_when_there(workflow, display)
+    view = _view_when_there(workflow)
     try:
         if options.json:
             _follow_json(workflow, view["name"], display)
