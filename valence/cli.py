@@ -26,10 +26,12 @@ from valence.workflow.strategies import names
 
 from . import local
 from .client import Client, Problem, Unreachable, WorkflowHandle
-from .display import Display, Progress, is_internal
+from .display import Display, Progress
 
 AWAY_S = 2.0
 LISTED_MAX = 1000
+#: strategies that explain a placement in the words of their papers
+PAPERS = ("tickets", "chemical", "pilots")
 #: states that are easily confused, with what they mean
 _STATES = {
     "pending": "pending (ready to run, no peer yet)",
@@ -394,7 +396,7 @@ def _show(view: dict[str, Any], display: Display, verbose: bool) -> int:
     display.say(f"tasks: {', '.join(counts)}")
     if verbose:
         display.say(_keepers(view))
-    _show_risk(view, display, verbose)
+    _show_risk(view, display)
     read = _bytes_read(view)
     if read:
         display.say(f"inputs read: {read}")
@@ -412,10 +414,10 @@ def _keepers(view: dict[str, Any]) -> str:
     return f"home: peer {view['home'][:8]}{also}"
 
 
-def _show_risk(view: dict[str, Any], display: Display, verbose: bool) -> None:
+def _show_risk(view: dict[str, Any], display: Display) -> None:
     if view.get("blocked"):
         display.say(display.colour(f"it can't go on: {view['blocked']}", "waiting"))
-    elif view.get("risk") and (verbose or not is_internal(view["risk"])):
+    elif view.get("risk"):
         display.say(display.colour(view["risk"], "dim"))
 
 
@@ -608,7 +610,7 @@ def _placed(placement: dict[str, Any], verbose: bool) -> str:
     if placement["matching"] is not None:
         parts.append(f"{placement['matching']} of {placement['known']} peers match")
     why = placement["why"]
-    if why and (verbose or not is_internal(why)):
+    if why and (verbose or placement["strategy"] not in PAPERS):
         parts.append(why)
     if placement.get("sought_s") is not None:
         parts.append(f"found within {1000 * placement['sought_s']:.3g} ms")

@@ -8,7 +8,6 @@ and become escapes only on the way out.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -25,19 +24,11 @@ _COLOURS = {
     "cancelled": "33", "suspect": "33", "left": "2", "waiting": "2", "skipped": "33",
     "retrying": "33", "error": "31", "bold": "1", "dim": "2",
 }  # fmt: skip
-#: words for Valence's internals: a peer's text that has one is shown with `--verbose` only
-_INTERNAL = re.compile(
-    r"\b(homes?|keepers?|epochs?|cells?|molecules?|pilots?|masters?|claims?|tickets?)\b", re.I
-)
 #: a character of no alphabet, with a number that nobody can guess
 _MARK = f"\ue000{secrets.token_hex(8)}"
 BAR_S = 0.1
 LINE_S = 2.0
 TICK_S = 0.5
-
-
-def is_internal(text: str) -> bool:
-    return _INTERNAL.search(text) is not None
 
 
 class Display:
@@ -134,7 +125,7 @@ class Progress:
     def _taken_over(self, event: dict[str, Any]) -> None:
         state = "failed" if event.get("forced") else "retrying"
         text = f"peer {event['peer'][:8]} has taken over this workflow"
-        if self._verbose or not is_internal(event["reason"]):
+        if self._verbose or event.get("forced"):
             text += f": {event['reason']}"
         self._note(text, state)
 
