@@ -39,7 +39,7 @@ class Queue:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("VALENCE_")}
         environment.update(variables)
         environment["VALENCE_TOKEN"] = token
-        command = [sys.executable, "-m", "master", "--data", str(self.data), "--quiet"]
+        command = [sys.executable, "-m", "valence", "queue", "--data", str(self.data), "--quiet"]
         command += ["--http-port", str(self.port)]
         self._process = subprocess.Popen(command, env=environment)
 

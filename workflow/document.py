@@ -27,6 +27,7 @@ from .schema import (
     COMMAND_BYTES_MAX,
     EDGES_MAX,
     TASKS_MAX,
+    AlternativeDocument,
     InputDocument,
     NeedsDocument,
     TaskDocument,
@@ -690,6 +691,13 @@ _LIMITS = {
 }
 
 
+#: keys whose values have keys of their own
+_NESTED: dict[str, type[BaseModel]] = {
+    "needs": NeedsDocument,
+    "alternatives": AlternativeDocument,
+}
+
+
 def _message(row: Any, model: type[BaseModel]) -> str:
     """One of pydantic's problems in the words of a document."""
     kind, loc, value = row["type"], row["loc"], row["input"]
@@ -698,7 +706,7 @@ def _message(row: Any, model: type[BaseModel]) -> str:
         return f"{loc[0]} must be {_UNIONS[loc[0]]}, not {_kind(value)}"
     if kind == "extra_forbidden":
         for part in loc[:-1]:
-            model = {"needs": NeedsDocument}.get(str(part), model)
+            model = _NESTED.get(str(part), model)
         return _unknown("key", str(loc[-1]), list(model.model_fields))
     if kind == "missing":
         return f"the key {key!r} is missing"
