@@ -461,7 +461,7 @@ class Sites:
         why = f"the master pilot of site {site.name} asked for tasks"
         record = Placement(self.pulled.name, known=len(site.pilots), why=why)
         for unit in units:
-            if self._home.is_pending(unit.key):
+            if self._home.placements.is_pending(unit.key):
                 by_run[unit.key.workflow].append(Placed(unit, contact, 0, record))
         works: list[Work] = []
         for id, rows in by_run.items():
@@ -479,7 +479,7 @@ class Sites:
             mine = self._home.runs.active.get(id)
             for one in rows if mine is not None else ():
                 assert mine is not None
-                work = self._home.make_work(mine, one)
+                work = self._home.placements.make_work(mine, one)
                 if work is not None:
                     works.append(work._replace(placing=self._placing(mine, one.unit)))
         site.given += len(works)

@@ -183,7 +183,7 @@ class Daemon:
             tokens=Tokens(settings.token, settings.revoked, time.time),
             requests_max=settings.requests_max,
             peer=identity.id.hex(),
-            blob_arrived=self.enactment.home.blob_arrived,
+            blob_arrived=self.enactment.home.inputs.blob_arrived,
             clock=time.time,
         )
         self._measure()

@@ -20,7 +20,7 @@ from valence.protocols.consensus.keeping import Leadership
 from valence.protocols.consensus.membership_change import MembershipChange
 from valence.protocols.consensus.replica import Replica, next_epoch
 from valence.protocols.engine.answers import ApiError
-from valence.protocols.engine.home import Home
+from valence.protocols.engine.placements import Placements
 from valence.protocols.engine.run import Run
 from valence.protocols.strategies.base import Placed
 from valence.protocols.wire.entries import Ended, KeepersChosen, Submitted
@@ -355,8 +355,8 @@ def test_a_plan_says_how_it_is_run_again() -> None:
     assert command == ("python -m sim --seed 7 --peers 9 --faults crash,power --majority-lost 30")
 
 
-def rash(self: Home, run: Run, one: Placed) -> Any:
-    """A mutant of `Home.make_work`: whatever is there is sent along."""
+def rash(self: Placements, run: Run, one: Placed) -> Any:
+    """A mutant of `Placements.make_work`: whatever is there is sent along."""
     task = run.tasks[one.unit.key.task]
     missing, task.missing = task.missing, 0
     made = MAKE_WORK(self, run, one)
@@ -364,7 +364,7 @@ def rash(self: Home, run: Run, one: Placed) -> Any:
     return made
 
 
-MAKE_WORK = Home.make_work
+MAKE_WORK = Placements.make_work
 
 
 @pytest.mark.parametrize("mutant", [None, rash])
@@ -416,6 +416,6 @@ def test_what_is_made_again_while_its_reader_is_on_its_way_is_read_when_it_count
         return str(world._broken or "")
 
     if mutant:
-        monkeypatch.setattr(Home, "make_work", mutant)
+        monkeypatch.setattr(Placements, "make_work", mutant)
     broken = run_out(scenario())
     assert ("which t0.0 is not agreed to have" in broken) == bool(mutant), broken

@@ -37,8 +37,9 @@ from ..wire.messages import (
     Member,
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
+from .acceptance import AlreadyHere
 from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError, moving
-from .home import AlreadyHere, Home
+from .home import Home
 from .locate import SILENT_S, VOID_HOME, Locate
 from .work import due_at, is_much, read_document
 
