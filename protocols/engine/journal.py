@@ -1,5 +1,8 @@
-"""The journals of workflows, as their home and its users see them: entries in order, of which those
-count that a majority of the keepers has on disk (`protocols.consensus`)."""
+"""The journals of workflows, as their home and its users see them.
+
+A journal is a sequence of entries. An entry is committed when a majority of the keepers has it on
+disk (`protocols.consensus`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ READ_BYTES_MAX = 2**40
 
 
 class Recorded(NamedTuple):
-    """An entry, read."""
+    """An entry of a journal, decoded."""
 
     seq: int
     epoch: int
@@ -40,7 +43,7 @@ def recorded(entry: Entry) -> Recorded:
 
 
 class About(NamedTuple):
-    """A submission, as the lists of workflows show it."""
+    """The summary of a submission that lists of workflows show."""
 
     name: str
     owner: str
@@ -57,14 +60,14 @@ class Journal:
 
     @property
     def trouble(self) -> str:
-        """Why nothing is being acknowledged, while that is so."""
+        """Why this peer can't write its journals now, and acknowledges nothing; else empty."""
         return self.storage.trouble
 
     def create(
-        self, id: str, about: About, document: bytes, patient: bool, named: bool
+        self, workflow: str, about: About, document: bytes, patient: bool, named: bool
     ) -> tuple[Submitted, float, asyncio.Future[None]]:
-        """A new workflow, whose home this is: how it begins, the time, and when it is on this
-        disk."""
+        """Begins the journal of a new workflow, whose home this peer is. Returns its first entry,
+        the time of that, and a future that is done when it is on this peer's disk."""
         zipped = len(document) > ZIPPED_BYTES_MIN
         packed = zlib.compress(document, 1) if zipped else document
         step = self.keeping.config.document_part_bytes
@@ -79,22 +82,23 @@ class Journal:
             document=parts[0],
         )
         rest = (DocumentPart(part=part) for part in parts[1:])
-        at, written = self.keeping.found(id, (first, *rest), patient, named)
+        at, written = self.keeping.found(workflow, (first, *rest), patient, named)
         return first, at, written
 
     def append(
         self,
         workflow: str,
-        said: Journaled,
+        entry: Journaled,
         soon: bool = False,
         then: Callable[[], None] | None = None,
         at: float | None = None,
     ) -> None:
-        """It counts after the next `kept`; `then` is called when. `at`: when it was decided."""
-        self.keeping.append(workflow, said, soon, then, at)
+        """Committed after the next `kept`; `then` is called once it is. `at`: the time of the
+        decision. `soon`: nobody waits for it, so that it may share a later entry's write."""
+        self.keeping.append(workflow, entry, soon, then, at)
 
     async def kept(self, workflow: str) -> None:
-        """All that was appended so far counts; or `Deposed`."""
+        """Waits until all entries so far are committed; or raises `Deposed`."""
         await self.keeping.kept(workflow)
 
     def _committed(self, workflow: str) -> None:
@@ -103,25 +107,26 @@ class Journal:
             event.set()
 
     def changed(self, workflow: str) -> asyncio.Event:
-        """Set when something more of this workflow counts."""
+        """Set when more entries of this workflow are committed."""
         return self._changed.setdefault(workflow, asyncio.Event())
 
     # ----------------------------------------------------------------- reading
 
     def read(self, workflow: str, after: int = -1, limit: int = 1_000_000) -> list[Recorded]:
-        """What counts, of a workflow whose home is here or that has ended."""
+        """The committed entries of a workflow whose home is here or that has ended."""
         end = self.keeping.committed(workflow) if self.keeping.is_home(workflow) else 2**62
-        found: list[Recorded] = []
-        while len(found) < limit:
+        entries: list[Recorded] = []
+        while len(entries) < limit:
             rows = self.storage.entries(workflow, after + 1, end, READ_BYTES_MAX)
             if not rows:
                 break
-            found += map(recorded, rows)
+            entries += map(recorded, rows)
             after = rows[-1].seq
-        return found[:limit]
+        return entries[:limit]
 
     def document(self, workflow: str) -> tuple[bytes, dict[str, Any], float, str] | None:
-        """As it was submitted: text, options, when, by whom. None: not all of it is here."""
+        """The document as it was submitted: its text, options, time and owner. None if a part of it
+        is missing here."""
         rows = self.storage.entries(workflow, 1, 2, READ_BYTES_MAX)
         if not rows or rows[0].kind != "submitted":
             return None
@@ -137,12 +142,12 @@ class Journal:
         return packed, json.loads(first.options), rows[0].at, first.owner
 
     def keepers(self, workflow: str) -> tuple[bytes, ...]:
-        """Of one that is over, and of which a copy is here."""
+        """The keepers of a workflow that is over and has a replica here."""
         return self.storage.keepers(workflow)
 
     def is_void(self, workflow: str) -> bool:
         return self.storage.is_void(workflow)
 
     def is_over(self, workflow: str) -> bool:
-        """A copy is here, and its end counts."""
+        """A replica is here, and its end is committed."""
         return self.storage.is_over(workflow)

@@ -1,12 +1,12 @@
-"""One workflow's state: what its journal says, entry by entry. Pure.
+"""The state of one workflow, rebuilt from its journal entry by entry. Pure.
 
-Three things change it, and nothing else does:
+Three methods change it, and nothing else does:
 
-- `apply`, by an entry: both when that is new and when another home reads it again. What is on disk
-  is what is known. Decisions (retry, fail, skip) are made before an entry is written and stand in
-  it (`decisions`).
-- `committed`, when a majority has that entry: only then does what hangs on it get ready.
-- `note`, by what is not journaled, as another home finds it again by itself.
+- `apply`, with an entry: when the entry is new, and again when another home reads it. The state is
+  exactly what is on disk. Decisions (retry, fail, skip) are made before an entry is written and are
+  part of it (`decisions`).
+- `committed`, when a majority has that entry: only then do the tasks that depend on it get ready.
+- `note`, with facts that are not journaled, because another home finds them out by itself.
 
 A task is `waiting` (for inputs), `pending` (ready, being placed), `running` (given to a peer),
 `retrying` (failed, will be placed again), or for good `succeeded`, `failed`, `skipped` or
@@ -56,6 +56,7 @@ STATES = (
     "skipped",
     "cancelled",
 )
+UNFINISHED = tuple(state for state in STATES if state not in FINAL)
 ATTEMPTS_SHOWN_MAX = 50
 COPIES_KNOWN_MAX = 8
 
@@ -65,21 +66,21 @@ COPIES_KNOWN_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """These tasks were given to the strategy. After a restart they simply are once more."""
+    """The strategy has these tasks. After a restart they are simply given to it again."""
 
     tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitAgain:
-    """These were taken back from the strategy, or have waited long enough to be tried again."""
+    """These tasks were taken back from the strategy, or have waited long enough for a retry."""
 
     tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Bringing:
-    """What an input waits for, in words."""
+    """The state of an input that is being brought in, in words."""
 
     input: str
     words: str
@@ -87,7 +88,7 @@ class Bringing:
 
 @dataclass(frozen=True, slots=True)
 class Delivering:
-    """How far the delivery of a result is, in words; empty when it is over."""
+    """The progress of a result's delivery, in words; empty when it is over."""
 
     output: str
     words: str
@@ -95,7 +96,7 @@ class Delivering:
 
 @dataclass(frozen=True, slots=True)
 class NeverWritten:
-    """Its submission could not be written: it is over before it began."""
+    """The submission could not be written: the workflow is over before it began."""
 
 
 Note = Pending | WaitAgain | Bringing | Delivering | NeverWritten
@@ -114,12 +115,12 @@ class AttemptState:
     state: str = "running"  # then ok, failed, returned or lost
     reason: str = ""
     outcome: Outcome | None = None
-    epoch: int = 0  # of the home that gave it
-    way: int = 0  # which of the task's alternatives it is
+    epoch: int = 0  # of the home that started it
+    way: int = 0  # the alternative of its task that it runs; 0: the task as written
 
     @property
     def ran_at(self) -> bytes:
-        """The peer it was given to; or the pilot, where that was a site."""
+        """The peer it was sent to; or the pilot that ran it, if it was sent to a site."""
         return (self.outcome.by if self.outcome is not None else None) or self.peer
 
 
@@ -127,40 +128,64 @@ class AttemptState:
 class TaskState:
     id: str
     state: str = "waiting"
-    missing: int = 0  # parents whose success does not count yet
+    missing: int = 0  # parents whose success is not committed yet
     number: int = 0  # of the latest attempt
     failures: int = 0
-    losses: int = 0  # attempts that vanished with their peer, or were given up by it
+    losses: int = 0  # attempts that were lost with their peer, or that it gave up
     returns: int = 0  # attempts that never began
     reason: str = ""
     attempts: list[AttemptState] = field(default_factory=list)
     won: Outcome | None = None
     holder: bytes = b""  # the peer that ran the winning attempt
-    copied_to: bytes = b""  # the home of that time, which got what was enclosed
-    won_way: int = 0
-    asked_way: int = 0  # in which a peer is looked for
+    copied_to: bytes = b""  # the home at that time, which received the enclosed files
+    won_way: int = 0  # the alternative that has won
+    asked_way: int = 0  # the alternative for which a peer is looked for
 
     def attempt(self, number: int) -> AttemptState | None:
         return next((a for a in reversed(self.attempts) if a.number == number), None)
 
 
-#: programs that say nothing about how long they take
+#: programs whose name says nothing about how long they run
 _SHELLS = frozenset({"sh", "bash", "env", "python", "python3", "perl", "Rscript", "java"})
 
 
 def _kinds(spec: Task) -> tuple[str, ...]:
-    """Tasks it is like, the most like first: of the same template, of the same function."""
+    """Groups of similar tasks, the most similar first: of its template, of its function."""
     if spec.call is not None:
         return (spec.template, f"call {spec.call}")
     program = spec.command[0].rpartition("/")[2] if spec.command else ""
     return (spec.template,) if program in _SHELLS else (spec.template, f"command {program}")
 
 
+def _taken(workflow: Workflow) -> frozenset[str]:
+    """Calls whose value another task takes."""
+    return frozenset(
+        name
+        for task in workflow.tasks.values()
+        for ref in task.references.values()
+        for name in ref.tasks
+    )
+
+
+def _branches(workflow: Workflow) -> dict[str, tuple[str, ...]]:
+    """The tasks of each branch."""
+    branches: dict[str, tuple[str, ...]] = {}
+    for task in workflow.tasks.values():
+        if task.branch:
+            branches[task.branch] = (*branches.get(task.branch, ()), task.id)
+    return branches
+
+
 class Run:
     def __init__(
-        self, id: str, workflow: Workflow, submitted_at: float, home: bytes, owner: str = ""
+        self,
+        workflow_id: str,
+        workflow: Workflow,
+        submitted_at: float,
+        home: bytes,
+        owner: str = "",
     ) -> None:
-        self.id = id
+        self.id = workflow_id
         self.owner = owner
         self.workflow = workflow
         self.submitted_at = submitted_at
@@ -174,65 +199,61 @@ class Run:
         self.ranks = upward_ranks(workflow, self.children)
         self.final_files = frozenset(workflow.final_files())
         self.gangs = tuple(t.gang for t in workflow.tasks.values() if t.gang[:1] == (t.id,))
-        self.taken = frozenset(  # calls whose value another task takes
-            name
-            for task in workflow.tasks.values()
-            for ref in task.references.values()
-            for name in ref.tasks
-        )
+        self.taken = _taken(workflow)
         self.tasks: dict[str, TaskState] = {
             task: TaskState(task, missing=len(workflow.parents[task])) for task in workflow.tasks
         }
         self.counts: Counter[str] = Counter(waiting=len(self.tasks))
         self.levels = levels(workflow) if workflow.strict else {}
-        # of each level, how many results do not count yet; and the first level that lacks some
+        # the results of each level that are not committed yet; the first level that lacks some
         self.left_in: Counter[int] = Counter(self.levels.values())
         self.level = 0
         self.staged: dict[str, File] = {}
-        # name → what it waits for
-        self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being brought in")
+        # name → what it waits for, in words
+        self.unstaged: dict[str, str] = dict.fromkeys(workflow.inputs, "it is being fetched")
         self.stage_failures: dict[str, str] = {}
-        self.copies: dict[bytes, tuple[bytes, ...]] = {}  # second holders of files
+        self.copies: dict[bytes, tuple[bytes, ...]] = {}  # file → its second holders
         self.missing: set[bytes] = set()  # files that none of their holders has any more
-        self.delivered: dict[str, str] = {}  # file → why it could not be, if so
-        self.delivering: dict[str, str] = {}  # what is on its way, in words; not journaled
+        self.delivered: dict[str, str] = {}  # file → why its delivery failed; empty: it did not
+        self.delivering: dict[str, str] = {}  # file → its progress, in words; not journaled
         self.moved: Counter[str] = Counter()  # bytes of inputs, by where they were
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed
-        self._kinds: dict[str, tuple[str, ...]] = {}  # template → what its tasks are like
+        self._kinds: dict[str, tuple[str, ...]] = {}  # template → kinds of its tasks
         self.cancelling = ""
         self.policies = Policies(workflow.policies) if workflow.policies else None
-        self.memory_bytes: dict[str, int] = {}  # what a policy gives a task, in place of its need
-        self.ways: Counter[str] = Counter()  # which of its alternatives a task is at
-        self.branches: dict[str, tuple[str, ...]] = {}
-        for spec in workflow.tasks.values():
-            if spec.branch:
-                self.branches[spec.branch] = (*self.branches.get(spec.branch, ()), spec.id)
+        self.memory_bytes: dict[str, int] = {}  # task → memory that a policy gives it instead
+        self.ways: Counter[str] = Counter()  # task → the alternative it is at
+        self.branches = _branches(workflow)
         self._considered: set[tuple[str, int]] = set()
         self._all_levels: dict[str, int] | None = None
 
     # ----------------------------------------------------------------- the journal
 
-    def apply(self, said: Journaled, at: float, epoch: int) -> None:
+    def apply(self, entry: Journaled, at: float, epoch: int) -> None:
         self.epoch = epoch
-        _APPLY[type(said)](self, said, at)
+        _APPLY[type(entry)](self, entry, at)
 
-    def committed(self, said: Journaled) -> None:
-        """A majority has this entry: what hangs on it may begin, as no other home undoes it."""
-        if isinstance(said, AttemptsFinished):
-            for ended, _, verdict in said.outcomes:
+    def committed(self, entry: Journaled) -> None:
+        """A majority has this entry and no other home can undo it: tasks that depend on it may
+        begin."""
+        if isinstance(entry, AttemptsFinished):
+            for ended, _, verdict in entry.outcomes:
                 if verdict == "succeeded":
-                    for child in self.children[ended.key.task]:
-                        self.tasks[child].missing -= 1
-                    if self.levels:
-                        self.left_in[self.levels[ended.key.task]] -= 1
+                    self._success_committed(ended.key.task)
             while self.levels and self.left_in[self.level] <= 0 and self.level in self.left_in:
                 self.level += 1
-        elif isinstance(said, InputsStaged):
-            for file in said.files:
+        elif isinstance(entry, InputsStaged):
+            for file in entry.files:
                 self.unstaged.pop(file.name, None)
 
+    def _success_committed(self, name: str) -> None:
+        for child in self.children[name]:
+            self.tasks[child].missing -= 1
+        if self.levels:
+            self.left_in[self.levels[name]] -= 1
+
     def note(self, note: Note) -> None:
-        """What is known to this home alone."""
+        """A fact that this home alone knows."""
         match note:
             case Pending(tasks):
                 for name in tasks:
@@ -252,99 +273,106 @@ class Run:
             case NeverWritten():
                 self.ended_at = self.submitted_at
 
-    def _submitted(self, said: Submitted, at: float) -> None:
+    def _submitted(self, entry: Submitted, at: float) -> None:
         self.state, self.submitted_at = "running", at
 
-    def _part_of_the_document(self, said: DocumentPart, at: float) -> None:
-        """This was made from it."""
+    def _part_of_the_document(self, entry: DocumentPart, at: float) -> None:
+        """This run was made from the document."""
 
-    def _keepers_chosen(self, said: KeepersChosen | HomeForced, at: float) -> None:
-        self.keepers = said.keepers
-        self.home = self.home or self.keepers[0]  # who founds a journal stands first in it
+    def _keepers_chosen(self, entry: KeepersChosen | HomeForced, at: float) -> None:
+        self.keepers = entry.keepers
+        self.home = self.home or self.keepers[0]  # the founder of a journal is its first keeper
 
-    def _home_elected(self, said: HomeElected | HomeForced, at: float) -> None:
-        self.home = said.home
+    def _home_elected(self, entry: HomeElected | HomeForced, at: float) -> None:
+        self.home = entry.home
 
-    def _home_forced(self, said: HomeForced, at: float) -> None:
-        self._keepers_chosen(said, at)
-        self._home_elected(said, at)
+    def _home_forced(self, entry: HomeForced, at: float) -> None:
+        self._keepers_chosen(entry, at)
+        self._home_elected(entry, at)
 
-    def _inputs_lost(self, said: InputsLost, at: float) -> None:
-        for name, reason in said.files:
+    def _inputs_lost(self, entry: InputsLost, at: float) -> None:
+        for name, reason in entry.files:
             self.staged.pop(name, None)
             self.unstaged[name] = reason
             for task in self.workflow.tasks.values():
                 if name in task.inputs and self.tasks[task.id].state in ("pending", "retrying"):
                     self._set(self.tasks[task.id], "waiting")
 
-    def _inputs_staged(self, said: InputsStaged, at: float) -> None:
-        for name, hash, size, holders in said.files:
+    def _inputs_staged(self, entry: InputsStaged, at: float) -> None:
+        for name, digest, size, holders in entry.files:
             source = self.workflow.inputs.get(name)
             url = source.value if source is not None and source.kind == "url" else ""
-            self.staged[name] = File(name, hash, size, holders, url)
-            self.missing.discard(hash)
+            self.staged[name] = File(name, digest, size, holders, url)
+            self.missing.discard(digest)
             if url:
                 self.moved["origin"] += size
-        for name, reason in said.failed:
+        for name, reason in entry.failed:
             self.unstaged.pop(name, None)
             self.stage_failures[name] = reason
 
-    def _attempts_started(self, said: AttemptsStarted, at: float) -> None:
-        for name, number, peer, boot in said.attempts:
+    def _attempts_started(self, entry: AttemptsStarted, at: float) -> None:
+        for name, number, peer, boot in entry.attempts:
             task = self.tasks[name]
             task.number = max(task.number, number)
-            placement, way = said.placement, self.ways[name]
+            placement, way = entry.placement, self.ways[name]
             attempt = AttemptState(number, peer, boot, at, placement, epoch=self.epoch, way=way)
             task.attempts.append(attempt)
             del task.attempts[:-ATTEMPTS_SHOWN_MAX]
             if task.state not in FINAL:
                 self._set(task, "running")
 
-    def _attempts_finished(self, said: AttemptsFinished, at: float) -> None:
-        for ended, peer, verdict in said.outcomes:
-            self.consider(ended)
-            task = self.tasks[ended.key.task]
-            attempt = task.attempt(ended.key.number)
-            if attempt is not None:
-                attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
-            task.reason = ended.reason
-            self.moved.update(ended.moved._asdict())
-            if verdict == "succeeded":
-                self.missing.difference_update(file.hash for file in ended.outputs)
-                task.won, task.holder, task.copied_to = ended, peer, self.home
-                task.won_way = attempt.way if attempt is not None else self.ways[task.id]
-                self._observe(task, ended)
-                self._set(task, verdict)
-            elif verdict == "returned":
-                if ended.started_at:
-                    task.losses += 1
-                else:
-                    task.returns += 1  # it never began: nobody's fault, however often
-                self.missing.update(ended.missing)
-                self._set(task, "retrying")
+    def _attempts_finished(self, entry: AttemptsFinished, at: float) -> None:
+        for ended, peer, verdict in entry.outcomes:
+            self._attempt_finished(ended, peer, verdict)
+        self.memory_bytes.update(entry.memory or {})
+        self._go_on_instead(entry.instead or ())
+
+    def _attempt_finished(self, ended: Outcome, peer: bytes, verdict: str) -> None:
+        self.consider(ended)
+        task = self.tasks[ended.key.task]
+        attempt = task.attempt(ended.key.number)
+        if attempt is not None:
+            attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
+        task.reason = ended.reason
+        self.moved.update(ended.moved._asdict())
+        if verdict == "succeeded":
+            self.missing.difference_update(file.hash for file in ended.outputs)
+            task.won, task.holder, task.copied_to = ended, peer, self.home
+            task.won_way = attempt.way if attempt is not None else self.ways[task.id]
+            self._observe(task, ended)
+            self._set(task, verdict)
+        elif verdict == "returned":
+            if ended.started_at:
+                task.losses += 1
             else:
-                task.failures += 1
-                self._set(task, verdict)
-        self.memory_bytes.update(said.memory or {})
+                task.returns += 1  # it never began: nobody's fault, however often
+            self.missing.update(ended.missing)
+            self._set(task, "retrying")
+        else:
+            task.failures += 1
+            self._set(task, verdict)
+
+    def _go_on_instead(self, names: Iterable[str]) -> None:
+        """These tasks go on in their next alternative, with all of their branch or gang."""
         together: set[str] = set()
-        for name in said.instead or ():
+        for name in names:
             spec = self.workflow.tasks[name]
             together.update(self.branches.get(spec.branch) or spec.gang or (name,))
-        for one in together:  # once, also if several of them have failed
-            self.ways[one] += 1
-            self.memory_bytes.pop(one, None)
-            self.tasks[one].failures = 0
+        for name in together:  # once, even if several of them have failed
+            self.ways[name] += 1
+            self.memory_bytes.pop(name, None)
+            self.tasks[name].failures = 0
 
-    def _files_copied(self, said: FilesCopied, at: float) -> None:
-        for hash, peer in said.files:
-            before = self.copies.get(hash, ())
-            self.copies[hash] = (*(p for p in before if p != peer), peer)[-COPIES_KNOWN_MAX:]
+    def _files_copied(self, entry: FilesCopied, at: float) -> None:
+        for digest, peer in entry.files:
+            before = self.copies.get(digest, ())
+            self.copies[digest] = (*(p for p in before if p != peer), peer)[-COPIES_KNOWN_MAX:]
 
-    def _files_delivered(self, said: FilesDelivered, at: float) -> None:
-        self.delivered.update(said.files)
+    def _files_delivered(self, entry: FilesDelivered, at: float) -> None:
+        self.delivered.update(entry.files)
 
-    def _attempts_lost(self, said: AttemptsLost, at: float) -> None:
-        for name, number, reason, verdict, begun in said.attempts:
+    def _attempts_lost(self, entry: AttemptsLost, at: float) -> None:
+        for name, number, reason, verdict, begun in entry.attempts:
             task = self.tasks[name]
             attempt = task.attempt(number)
             if attempt is not None:
@@ -356,16 +384,16 @@ class Run:
             task.reason = reason
             self._set(task, verdict)
 
-    def _tasks_skipped(self, said: TasksSkipped, at: float) -> None:
-        for name, state, reason in said.tasks:
+    def _tasks_skipped(self, entry: TasksSkipped, at: float) -> None:
+        for name, state, reason in entry.tasks:
             self.tasks[name].reason = reason
             self._set(self.tasks[name], state)
 
-    def _tasks_reopened(self, said: TasksReopened, at: float) -> None:
-        for name, reason in said.tasks:
+    def _tasks_reopened(self, entry: TasksReopened, at: float) -> None:
+        for name, reason in entry.tasks:
             task = self.tasks[name]
             task.won, task.holder, task.reason = None, b"", reason
-            if not said.gang:  # else another of its gang has failed, and `retries` bound both
+            if not entry.gang:  # else another of its gang has failed, and `retries` limits both
                 task.failures = 0
             self._set(task, "waiting")
             if self.levels:
@@ -376,15 +404,15 @@ class Run:
                 if self.tasks[child].state in ("pending", "retrying"):
                     self._set(self.tasks[child], "waiting")
 
-    def _cancel_asked(self, said: CancelAsked, at: float) -> None:
-        self.cancelling = said.reason
+    def _cancel_asked(self, entry: CancelAsked, at: float) -> None:
+        self.cancelling = entry.reason
         for task in self.tasks.values():
             if task.state not in FINAL:
-                task.reason = said.reason
+                task.reason = entry.reason
                 self._set(task, "cancelled")
 
-    def _ended(self, said: Ended, at: float) -> None:
-        self.state, self.reason, self.ended_at = said.state, said.reason, at
+    def _ended(self, entry: Ended, at: float) -> None:
+        self.state, self.reason, self.ended_at = entry.state, entry.reason, at
 
     def _set(self, task: TaskState, state: str) -> None:
         if task.state == "succeeded" and state != "waiting":
@@ -395,7 +423,7 @@ class Run:
 
     def _observe(self, task: TaskState, ended: Outcome) -> None:
         if ended.started_at:
-            # as long as it would take on a peer of speed 1
+            # in seconds of a peer of speed 1
             took = max(1e-4, ended.ended_at - ended.started_at) * ended.speed
             for kind in self._kinds_of(self.workflow.tasks[task.id]):
                 before = self.runtimes.get(kind)
@@ -416,7 +444,7 @@ class Run:
         return not self.unstaged or not any(name in self.unstaged for name in inputs)
 
     def level_of(self, task: str) -> int:
-        if self._all_levels is None:  # of the whole graph: once
+        if self._all_levels is None:  # computed once, for the whole graph
             self._all_levels = self.levels or levels(self.workflow)
         return self._all_levels[task]
 
@@ -424,7 +452,7 @@ class Run:
         return [t for t in self.tasks.values() if t.state == "waiting" and self.is_ready(t)]
 
     def runtime_s(self, task: str) -> float | None:
-        """As observed of its like, else as its document says."""
+        """As observed of similar tasks, else as its document says."""
         observed = self.observed_s(task)
         return self.workflow.tasks[task].runtime_s if observed is None else observed
 
@@ -436,10 +464,10 @@ class Run:
         return None
 
     def _kinds_of(self, spec: Task) -> tuple[str, ...]:
-        found = self._kinds.get(spec.template)
-        if found is None:
-            found = self._kinds[spec.template] = _kinds(spec)
-        return found
+        kinds = self._kinds.get(spec.template)
+        if kinds is None:
+            kinds = self._kinds[spec.template] = _kinds(spec)
+        return kinds
 
     def verdict(self, ended: Outcome) -> str:
         """What an outcome means for its task."""
@@ -452,7 +480,7 @@ class Run:
         return "retrying" if task.failures < retries else "failed"
 
     def consider(self, ended: Outcome) -> Again | None:
-        """What the workflow's policies make of a failure; each is told to them once."""
+        """What the workflow's policies ask for after a failure; they hear of each failure once."""
         key = (ended.key.task, ended.key.number)
         if self.policies is None or ended.kind != "failed" or key in self._considered:
             return None
@@ -473,13 +501,13 @@ class Run:
         return again
 
     def spec(self, task: str) -> Task:
-        """As its document says, or one of its alternatives."""
-        found, way = self.workflow.tasks[task], self.ways.get(task, 0)
+        """As its document says, or the alternative that it is at."""
+        spec, way = self.workflow.tasks[task], self.ways.get(task, 0)
         if not way:
-            return found
-        other = found.alternatives[way - 1]
+            return spec
+        other = spec.alternatives[way - 1]
         return replace(
-            found,
+            spec,
             command=other.command,
             env=other.env,
             needs=other.needs,
@@ -487,14 +515,14 @@ class Run:
         )
 
     def needs(self, task: str) -> TaskNeeds:
-        """As its document says, or as a policy has made of it."""
-        found = self.spec(task).needs
-        more = self.memory_bytes.get(task)
-        return found if more is None else replace(found, memory_bytes=more)
+        """As its document says, with the memory that a policy gives it."""
+        needs = self.spec(task).needs
+        memory_bytes = self.memory_bytes.get(task)
+        return needs if memory_bytes is None else replace(needs, memory_bytes=memory_bytes)
 
     def doomed_by(self, name: str) -> Iterator[str]:
-        """All that can't run any more because this one failed."""
-        if self.levels:  # its level is never done
+        """All tasks that can't run any more because this one failed."""
+        if self.levels:  # its level is never complete
             below = self.levels[name]
             later = [t for t, level in self.levels.items() if level > below]
             yield from (t for t in later if self.tasks[t].state not in FINAL)
@@ -510,26 +538,29 @@ class Run:
 
     def conclusion(self) -> tuple[str, str] | None:
         """How it ended, if it has."""
-        if any(self.counts[s] for s in STATES if s not in FINAL):
+        if any(self.counts[state] for state in UNFINISHED):
             return None
         if self.cancelling:
             return "cancelled", self.cancelling
         if self.counts["failed"] or self.counts["skipped"]:
-            failed = [t for t in self.tasks.values() if t.state == "failed"]
-            first = f"{failed[0].id}: {failed[0].reason}" if failed else ""
-            more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            return "failed", f"{first}{more}"
-        undelivered = [(name, why) for name, why in self.delivered.items() if why]
+            return "failed", _first_of(self._failures())
+        undelivered = self._undelivered()
         if undelivered:
-            name, why = undelivered[0]
-            more = f", and {len(undelivered) - 1} more" if len(undelivered) > 1 else ""
-            return "failed", f"{name} could not be delivered: {why}{more}"
+            return "failed", _first_of(undelivered)
         if len(self.delivered) < len(self.workflow.deliver):
             return None
         return "succeeded", ""
 
+    def _failures(self) -> list[str]:
+        failed = [task for task in self.tasks.values() if task.state == "failed"]
+        return [f"{task.id}: {task.reason}" for task in failed]
+
+    def _undelivered(self) -> list[str]:
+        failed = [(name, why) for name, why in self.delivered.items() if why]
+        return [f"{name} could not be delivered: {why}" for name, why in failed]
+
     def to_deliver(self) -> list[str]:
-        """Files that are made, and not yet where they are to go."""
+        """Results that exist and have not been delivered yet."""
         producers = self.workflow.producers
         return [
             name
@@ -538,7 +569,7 @@ class Run:
         ]
 
     def file(self, name: str) -> File | None:
-        """Where a file of this workflow is, if it is."""
+        """A file of this workflow with its holders, if it exists."""
         if name in self.staged:
             return self._where(self.staged[name])
         maker = self.workflow.producers.get(name)
@@ -547,13 +578,13 @@ class Run:
             return None
         for file in task.won.outputs:
             if file.name == name:
-                # (who made it for a task queue has said where it is: its site is no holder)
+                # (a task queue names the pilot that holds it: the site that ran it is no holder)
                 holders = file.holders or self._holders(task, file.hash)
                 return self._where(file._replace(holders=holders))
         return None
 
     def _where(self, file: File) -> File:
-        """With all who are known to hold it."""
+        """With all peers that are known to hold it."""
         if file.hash in self.missing:
             return file._replace(holders=())
         copies = self.copies.get(file.hash)
@@ -561,21 +592,21 @@ class Run:
             return file
         return file._replace(holders=tuple(dict.fromkeys((*file.holders, *copies)))[:16])
 
-    def _holders(self, task: TaskState, hash: bytes) -> tuple[bytes, ...]:
+    def _holders(self, task: TaskState, digest: bytes) -> tuple[bytes, ...]:
         assert task.won is not None
-        enclosed = any(found == hash for found, _ in task.won.enclosed)
+        enclosed = any(other == digest for other, _ in task.won.enclosed)
         if enclosed and task.holder != task.copied_to:
             return (task.holder, task.copied_to)
         return (task.holder,)
 
     def holders(self) -> dict[bytes, tuple[bytes, ...]]:
-        """Of all files that are known here: who has each of them."""
+        """The holders of every file that is known here."""
         names = [*self.staged, *self.workflow.producers]
         files = [file for name in names if (file := self.file(name)) is not None]
         return {file.hash: file.holders for file in files}
 
     def readers(self, name: str) -> int:
-        """Tasks that read it, and are not over."""
+        """The number of unfinished tasks that read it."""
         maker = self.workflow.producers.get(name)
         children = self.children[maker] if maker is not None else ()
         tasks = self.workflow.tasks
@@ -585,7 +616,7 @@ class Run:
         )
 
     def takers(self, name: str) -> int:
-        """Tasks that take its value, and are not over."""
+        """The number of unfinished tasks that take its value."""
         tasks = self.workflow.tasks
         return sum(
             self.tasks[child].state not in FINAL
@@ -594,35 +625,45 @@ class Run:
         )
 
     def unwanted(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """Of these blobs, the ones that no task and no user of it will ask for. What is not known
-        here may be of an attempt that has not reported yet: it is wanted until all is over."""
+        """Those of these blobs that no task of this workflow and no user will ask for. A blob that
+        is not known here may come from an attempt that has not reported yet: it is wanted until
+        the workflow is over."""
         known: set[bytes] = set()
-        wanted: set[bytes] = set()
-        unfinished = [
-            t for t in self.workflow.tasks.values() if self.tasks[t.id].state not in FINAL
-        ]
+        wanted = self._logs()
+        for digest, is_wanted in self._blobs():
+            known.add(digest)
+            if is_wanted:
+                wanted.add(digest)
+        return [h for h in hashes if h not in wanted and (h in known or self.over)]
+
+    def _logs(self) -> set[bytes]:
+        attempts = (attempt for task in self.tasks.values() for attempt in task.attempts)
+        outcomes = (a.outcome for a in attempts if a.outcome is not None)
+        return {outcome.log.hash for outcome in outcomes if outcome.log is not None}
+
+    def _blobs(self) -> Iterator[tuple[bytes, bool]]:
+        """Inputs, outputs and values that exist; and whether a task or a user will ask for each."""
+        unfinished = self._unfinished()
         read = {name for task in unfinished for name in task.inputs}
         taken = {n for t in unfinished for ref in t.references.values() for n in ref.tasks}
         for name, file in self.staged.items():
-            known.add(file.hash)
-            if name in read:
-                wanted.add(file.hash)
+            yield file.hash, name in read
         for task in self.tasks.values():
-            if task.won is None:
-                continue
-            for file in task.won.outputs:
-                known.add(file.hash)
-                if file.name in read or file.name in self.final_files:
-                    wanted.add(file.hash)
-            value = task.won.value.file if task.won.value is not None else None
-            if value is not None:
-                known.add(value.hash)
-                if task.id in taken or task.id not in self.taken:
-                    wanted.add(value.hash)
-        for attempt in (a for task in self.tasks.values() for a in task.attempts):
-            if attempt.outcome is not None and attempt.outcome.log is not None:
-                wanted.add(attempt.outcome.log.hash)
-        return [h for h in hashes if h not in wanted and (h in known or self.over)]
+            if task.won is not None:
+                yield from self._results(task.won, read, taken)
+
+    def _unfinished(self) -> list[Task]:
+        tasks = self.workflow.tasks.values()
+        return [task for task in tasks if self.tasks[task.id].state not in FINAL]
+
+    def _results(
+        self, won: Outcome, read: set[str], taken: set[str]
+    ) -> Iterator[tuple[bytes, bool]]:
+        for file in won.outputs:
+            yield file.hash, file.name in read or file.name in self.final_files
+        if won.value is not None and won.value.file is not None:
+            task = won.key.task
+            yield won.value.file.hash, task in taken or task not in self.taken
 
     def value(self, name: str) -> Value | None:
         task = self.tasks[name]
@@ -631,6 +672,12 @@ class Run:
             file = self._where(value.file._replace(holders=(task.holder,)))
             return value._replace(file=file)
         return value
+
+
+def _first_of(reasons: list[str]) -> str:
+    if len(reasons) < 2:
+        return "".join(reasons)
+    return f"{reasons[0]}, and {len(reasons) - 1} more"
 
 
 _APPLY: dict[type[Journaled], Callable[[Run, Any, float], None]] = {

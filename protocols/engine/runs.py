@@ -1,4 +1,4 @@
-"""The workflows that a peer has in memory: those whose home it is, and some that have ended."""
+"""The workflows that a peer has in memory: those it is the home of, and some that have ended."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .work import is_much, read_document
 log = logging.getLogger("valence.home")
 
 ENDED_MAX = 1000
-ENDED_TASKS_MAX = 100_000  # of all that have ended: the others are read from the journal
+ENDED_TASKS_MAX = 100_000  # of all ended workflows in memory: others are read from the journal
 
-#: a journal with more entries is read away from the loop
+#: a journal with more entries is replayed in a thread, not on the event loop
 ENTRIES_AT_ONCE_MAX = 2000
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Runs:
         self._ended_tasks = 0
 
     def is_active(self, run: Run) -> bool:
-        """This very object: after the home was lost and won again there is another."""
+        """This very object: when this peer is elected again, it makes another one."""
         return self.active.get(run.id) is run
 
     def begin(self, run: Run) -> None:
@@ -53,46 +53,57 @@ class Runs:
         ):
             self._drop_ended(next(iter(self._ended)))
 
-    def forget(self, id: str) -> None:
-        self.active.pop(id, None)
-        self._drop_ended(id)
+    def forget(self, workflow_id: str) -> None:
+        self.active.pop(workflow_id, None)
+        self._drop_ended(workflow_id)
 
-    def _drop_ended(self, id: str) -> None:
-        run = self._ended.pop(id, None)
+    def _drop_ended(self, workflow_id: str) -> None:
+        run = self._ended.pop(workflow_id, None)
         self._ended_tasks -= len(run.tasks) if run is not None else 0
 
     # ----------------------------------------------------------------- questions
 
-    def remembered(self, id: str) -> Run | None:
-        """One whose home is here, or that ended here not long ago."""
-        return self.active.get(id) or self._ended.get(id)
+    def remembered(self, workflow_id: str) -> Run | None:
+        """A workflow whose home is here, or that ended here not long ago."""
+        return self.active.get(workflow_id) or self._ended.get(workflow_id)
 
-    def ended(self, id: str) -> Run | None:
-        return self._ended.get(id)
+    def ended(self, workflow_id: str) -> Run | None:
+        return self._ended.get(workflow_id)
 
-    def knows(self, id: str) -> bool:
-        return id in self.active or id in self._ended or self._journal.is_over(id)
+    def knows(self, workflow_id: str) -> bool:
+        return (
+            workflow_id in self.active
+            or workflow_id in self._ended
+            or self._journal.is_over(workflow_id)
+        )
 
-    async def get(self, id: str) -> Run | None:
-        """One whose home is here, or that has ended and of which a copy is here."""
-        run = self.remembered(id)
-        if run is not None or not self._journal.is_over(id):
+    async def get(self, workflow_id: str) -> Run | None:
+        """A workflow whose home is here, or that has ended and has a replica here."""
+        run = self.remembered(workflow_id)
+        if run is not None or not self._journal.is_over(workflow_id):
             return run
-        material = self.material(id)
+        material = self.material(workflow_id)
         if material is not None:
             run = await made(partial(rebuilt, material), is_large(material))
-        if run is not None and self.remembered(id) is None and self._journal.is_over(id):
+        if (
+            run is not None
+            and self.remembered(workflow_id) is None
+            and self._journal.is_over(workflow_id)
+        ):
             self.end(run)
-        return self.remembered(id) or run
+        return self.remembered(workflow_id) or run
 
-    def material(self, id: str) -> Material | None:
-        """What its journal has of it, if all of its submission is there."""
-        found = self._journal.document(id)
-        return None if found is None else (id, found, self._journal.read(id))
+    def material(self, workflow_id: str) -> Material | None:
+        """What a `Run` is rebuilt from; None if a part of its submission is missing here."""
+        submission = self._journal.document(workflow_id)
+        if submission is None:
+            return None
+        return workflow_id, submission, self._journal.read(workflow_id)
 
 
-async def made(make: Callable[[], T], much: bool) -> T:
-    return await asyncio.to_thread(make) if much else make()
+async def made(make: Callable[[], T], is_slow: bool) -> T:
+    """Calls `make`; in a thread if that may take long."""
+    return await asyncio.to_thread(make) if is_slow else make()
 
 
 def is_large(material: Material) -> bool:
@@ -101,14 +112,14 @@ def is_large(material: Material) -> bool:
 
 
 def rebuilt(material: Material) -> Run | None:
-    """As its journal says; None if its document can't be read."""
-    id, (text, options, submitted_at, owner), rows = material
+    """The run as its journal says; None if its document can't be read."""
+    workflow_id, (text, options, submitted_at, owner), rows = material
     try:
         workflow = read_document(text, options)
     except Exception:
-        log.exception("the document of %s can't be read any more", id)
+        log.exception("the document of %s can't be read any more", workflow_id)
         return None
-    run = Run(id, workflow, submitted_at, b"", owner)
+    run = Run(workflow_id, workflow, submitted_at, b"", owner)
     for row in rows:
         run.apply(row.said, row.at, row.epoch)
         run.committed(row.said)
