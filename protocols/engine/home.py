@@ -115,7 +115,7 @@ class Home:
         self._unpublished: set[str] = set()
         self._published_at = 0.0
         self.reception = Reception(
-            home=self, runs=self.runs, journal=journal, blobs=blobs, given=self.given,
+            home=self, runs=self.runs, journal=journal, blobs=blobs, outstanding=self.given,
             company=self._company, copies=self.copies, counts=self.counts,
         )  # fmt: skip
         self.reception.serve(rpc)

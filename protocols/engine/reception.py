@@ -1,10 +1,10 @@
-"""What other peers tell a home, and ask it: outcomes, what they still run, what they still hold.
+"""What other peers report to a home and ask it: outcomes, attempts they run, files they hold.
 
 Rules:
-- An outcome is acknowledged when it counts: until then its peer keeps it, and tells it again.
-- Whether a file is wanted only the home can say, and only of what counts: another home might undo
-  the rest.
-- An error in one workflow keeps no other's outcomes from being taken.
+- An outcome is acknowledged when it is committed: until then its peer keeps and repeats it.
+- Only the home can say whether a file is still wanted, and only from committed entries: another
+  home might undo the others.
+- An error in one workflow does not keep the outcomes of others from being taken.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ log = logging.getLogger("valence.home")
 COUNT_S_MAX = 10.0
 ELSEWHERE = "its home is elsewhere"
 
-#: outcomes of a peer, and what becomes of them
+#: takes the outcomes that a peer has reported, and says which are kept
 Relay = Callable[[bytes, list[Outcome]], Awaitable[Reported]]
 
 
 class Enacts(Protocol):
-    """The home itself."""
+    """The home, as far as reports need it."""
 
     def take(self, run: Run, peer: bytes, outcomes: list[Outcome]) -> None:
-        """Those that count; what follows from them is decided, and done."""
+        """Take those that count; decide what follows from them, and perform it."""
 
     def heard_of_room(self, peer: bytes, free: Capacity) -> None:
-        """What a peer has free now."""
+        """A peer has this much free capacity now."""
 
 
 async def _nowhere(peer: bytes, outcomes: list[Outcome]) -> Reported:
@@ -74,18 +74,18 @@ class Reception:
         runs: Runs,
         journal: Journal,
         blobs: Blobs,
-        given: Given,
+        outstanding: Given,
         company: Company,
         copies: Copies,
         counts: Counter[str],
     ) -> None:
-        self.relay: Relay = _nowhere  # outcomes of workflows that are a task queue's
+        self.relay: Relay = _nowhere  # for outcomes of a task queue's workflows
         self.still_held_elsewhere: Callable[[StillHeld], Awaitable[Unheld]] | None = None
         self._home = home
         self._runs = runs
         self._journal = journal
         self._blobs = blobs
-        self._given = given
+        self._outstanding = outstanding
         self._company = company
         self._copies = copies
         self._counts = counts
@@ -105,37 +105,37 @@ class Reception:
         moved: dict[str, bytes] = {}
         relayed: list[Outcome] = []
         for ended in message.outcomes:
-            id = ended.key.workflow
-            if is_queued(id):
+            workflow_id = ended.key.workflow
+            if is_queued(workflow_id):
                 relayed.append(ended)
                 continue
             self._heard_of(sender.id, ended)
-            if self._runs.knows(id):  # elected, but not in office yet, is not enough
-                by_run[id].append(ended)
-            elif (home := self._journal.keeping.follows(id)) is not None:
-                moved[id] = home
+            if self._runs.knows(workflow_id):  # elected is not enough: it must be in office
+                by_run[workflow_id].append(ended)
+            elif (home := self._journal.keeping.follows(workflow_id)) is not None:
+                moved[workflow_id] = home
             else:
                 unknown.append(ended.key)
         for outcomes in by_run.values():
             for ended in outcomes:
                 await self.keep_enclosed(ended)
         taken = {
-            id: outcomes
-            for id, outcomes in by_run.items()
-            if await self._take_some(id, sender.id, outcomes)
+            workflow_id: outcomes
+            for workflow_id, outcomes in by_run.items()
+            if await self._take_some(workflow_id, sender.id, outcomes)
         }
         self._home.heard_of_room(sender.id, message.free)
         kept = await self.counted(taken)
         if relayed:
-            found = await self.relay(sender.id, relayed)
-            kept += found.kept
-            unknown += found.unknown
-            moved.update(found.moved)
+            reported = await self.relay(sender.id, relayed)
+            kept += reported.kept
+            unknown += reported.unknown
+            moved.update(reported.moved)
         return Reported(kept=tuple(kept), unknown=tuple(unknown), moved=tuple(moved.items()))
 
-    async def _take_some(self, id: str, peer: bytes, outcomes: list[Outcome]) -> bool:
-        """False: they can't be taken, and are not acknowledged."""
-        run = self._runs.active.get(id)
+    async def _take_some(self, workflow_id: str, peer: bytes, outcomes: list[Outcome]) -> bool:
+        """False: these can't be taken, and are not acknowledged."""
+        run = self._runs.active.get(workflow_id)
         if run is None:
             return True
         known = [ended for ended in outcomes if ended.key.task in run.tasks]
@@ -150,42 +150,42 @@ class Reception:
             raise
         except Exception:
             self._counts["errors"] += 1
-            log.exception("outcomes of %s can't be taken", run.id)
+            log.exception("outcomes of workflow %s can't be taken", run.id)
             return False
         return True
 
     async def counted(self, by_run: dict[str, list[Outcome]]) -> list[AttemptKey]:
-        """Of these outcomes, those of workflows of which all that was written counts by now."""
-        counted = await asyncio.gather(*map(self.is_committed, by_run))
+        """The outcomes of those workflows whose entries are all committed by now."""
+        committed = await asyncio.gather(*map(self.is_committed, by_run))
         return [
             ended.key
-            for counts, outcomes in zip(counted, by_run.values(), strict=True)
-            if counts
+            for is_committed, outcomes in zip(committed, by_run.values(), strict=True)
+            if is_committed
             for ended in outcomes
         ]
 
-    async def is_committed(self, id: str) -> bool:
-        """All that was written of it so far counts; False if that can't be said soon."""
+    async def is_committed(self, workflow_id: str) -> bool:
+        """All of its entries so far are committed; False if they are not within a while."""
         try:
             async with asyncio.timeout(COUNT_S_MAX):
-                await self._journal.kept(id)
+                await self._journal.kept(workflow_id)
         except (TimeoutError, Deposed):
             return False
         return True
 
     def take_own(self, me: bytes, ended: Outcome) -> Coroutine[Any, Any, None] | bool:
-        """From this very peer, on the spot: there is nobody to acknowledge it to.
+        """Takes an outcome of this very peer at once: there is nobody to acknowledge it to.
 
-        False: its home is elsewhere by now. Of a gang's failure the others are asked first: what
-        is returned then is to be awaited."""
-        id = ended.key.workflow
+        False: its home is elsewhere by now. A coroutine, to be awaited: a task of a gang has
+        failed, and the gang's other peers are asked first."""
+        workflow_id = ended.key.workflow
         self._heard_of(me, ended)
-        run = self._runs.active.get(id)
+        run = self._runs.active.get(workflow_id)
         if run is not None and ended.key.task in run.tasks:
             if ended.kind == "failed" and run.workflow.tasks[ended.key.task].gang:
                 return self._take_judged(run, me, ended)
             return self._take(run, me, [ended])
-        return run is not None or self._runs.knows(id)
+        return run is not None or self._runs.knows(workflow_id)
 
     async def _take_judged(self, run: Run, me: bytes, ended: Outcome) -> None:
         judged = await self._company.judged(run, ended)
@@ -193,22 +193,23 @@ class Reception:
             self._take(run, me, [judged])
 
     def _heard_of(self, peer: bytes, ended: Outcome) -> None:
-        """It need not be asked about any more; unless this is of an attempt that has its number by
-        chance, as another home gave it: of its own the peer may know nothing."""
+        """The peer need not be asked about this attempt any more; unless the outcome belongs to an
+        attempt of another home that has the same number by chance: the peer may know nothing of
+        this home's attempt."""
         run = self._runs.active.get(ended.key.workflow)
         task = run.tasks.get(ended.key.task) if run else None
         attempt = task.attempt(ended.key.number) if task else None
         if attempt is None or attempt.epoch == ended.epoch:
-            self._given.drop(peer, [ended.key])
+            self._outstanding.drop(peer, [ended.key])
 
     async def keep_enclosed(self, ended: Outcome) -> None:
-        """Small files come along with the outcome: they have a second holder then."""
-        for hash, data in ended.enclosed:
-            if hash not in self._blobs:
+        """Small files come along with the outcome: this peer becomes their second holder."""
+        for digest, data in ended.enclosed:
+            if digest not in self._blobs:
                 try:
                     await self._blobs.put(data, ended.key.workflow)
                 except BlobError as error:
-                    log.warning("no room for a second copy of an output: %s", error)
+                    log.warning("no second copy of an output was made: %s", error)
 
     # ----------------------------------------------------------------- questions
 
@@ -231,28 +232,28 @@ class Reception:
         return Wanted(unwanted=tuple(unwanted), unknown=tuple(unknown))
 
     async def still_held(self, sender: Contact, message: StillHeld) -> Unheld:
-        id = message.workflow
+        workflow_id = message.workflow
         elsewhere = self.still_held_elsewhere
-        if is_queued(id) and not self._runs.knows(id) and elsewhere is not None:
+        if is_queued(workflow_id) and not self._runs.knows(workflow_id) and elsewhere is not None:
             return await elsewhere(message)
-        run = await self._runs.get(id)
-        found = run.unwanted(message.hashes) if run is not None else []
-        if run is None or (not run.over and not await self.is_committed(id)):
+        run = await self._runs.get(workflow_id)
+        unwanted = run.unwanted(message.hashes) if run is not None else []
+        if run is None or (not run.over and not await self.is_committed(workflow_id)):
             raise Refused("moved", ELSEWHERE)
-        return Unheld(hashes=tuple(found))
+        return Unheld(hashes=tuple(unwanted))
 
     async def _hand_on(self, sender: Contact, message: HandOn) -> HandedOn:
         done = await self.hand_on(sender.id, message.workflow, message.files)
         return HandedOn(hashes=tuple(done))
 
-    async def hand_on(self, peer: bytes, id: str, files: tuple[File, ...]) -> list[bytes]:
-        """That peer leaves: what it alone has of a workflow is copied to others. Those that are
-        somewhere else then, or that nobody wants."""
-        run = await self._runs.get(id)
+    async def hand_on(self, peer: bytes, workflow_id: str, files: tuple[File, ...]) -> list[bytes]:
+        """That peer leaves: the files of a workflow that it alone has are copied to others. Returns
+        those that it need not keep: other peers have them, or nobody wants them."""
+        run = await self._runs.get(workflow_id)
         if run is None:
             raise Refused("moved", ELSEWHERE)
-        counts = self._journal.is_over(id) or await self.is_committed(id)
-        unwanted = set(run.unwanted(file.hash for file in files)) if counts else set()
+        committed = self._journal.is_over(workflow_id) or await self.is_committed(workflow_id)
+        unwanted = set(run.unwanted(file.hash for file in files)) if committed else set()
         wanted = [file for file in files if file.hash not in unwanted]
         return [*unwanted, *await self._copies.hand_on(peer, run, wanted)]
 
