@@ -64,7 +64,7 @@ def test_a_rule_of_ones_own_with_a_memory_of_its_own() -> None:
 def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:
     policies = Policies(("replace ENDED:t:n:c:v by ENDED:t:(n + 1):c:v",))
     assert policies.ended("t", 1, "exit", 1) is None
-    assert "do not act any more" in policies.trouble
+    assert "are switched off" in policies.trouble
     assert policies.ended("t", 2, "exit", 1) is None
 
 
@@ -73,7 +73,7 @@ def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:
     [
         (
             "more-memry",
-            "no policy is called 'more-memry'; there are: more-memory, alternatives, slow-twice",
+            "unknown policy 'more-memry': use more-memory, alternatives, slow-twice, or write a rule",
         ),
         ("replace x by y", "line 1, column 9: y stands for nothing"),
         ("replace x by open(x) if", "line 1, column 24: a molecule is expected"),
@@ -186,7 +186,7 @@ def test_a_task_that_needs_more_than_it_asked_for_is_rescued(
     view = workflow.task("eat")
     story = [row["reason"] for row in view["history"]]
     assert len(story) == 3
-    assert "64 MiB asked; by a policy it is tried again with 128 MiB" in story[0]
+    assert "64 MiB asked; a policy retries it with 128 MiB" in story[0]
     assert view["needs"]["memory_bytes"] == 256 * MIB
 
 
@@ -315,7 +315,7 @@ def test_a_task_that_fails_is_done_in_another_way(own_cluster: Callable[..., Clu
     assert workflow.wait() == "succeeded"
     assert workflow.read("out") == b"rough\n"
     story = workflow.task("align")["history"]
-    assert story[0]["reason"] == "exit code 3; by a policy it is done in another way"
+    assert story[0]["reason"] == "exit code 3; a policy switches it to its next alternative"
     assert workflow.task("align")["command"][-1] == "echo rough > hits"
 
 
@@ -335,4 +335,4 @@ def test_a_slow_task_is_run_a_second_time_and_the_first_result_wins(
     assert workflow.wait() == "succeeded"
     view = workflow.task("t[5]")
     assert [row["state"] for row in view["history"]] == ["lost", "ok"]
-    assert "by a policy it runs a second time" in view["history"][0]["reason"]
+    assert "a policy starts a second attempt" in view["history"][0]["reason"]

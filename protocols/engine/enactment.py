@@ -169,7 +169,7 @@ class Enactment:
             ("given", self.home.given.watch),
             ("holds", self.holds.run),
             ("catalog", self._transfer.run),
-            ("slow", self.home.slow.watch),
+            ("slow", self.home.stragglers.watch),
             ("elections", self.elections.run),
             ("membership_change", self.membership_change.run),
             ("archive", self.archive.run),

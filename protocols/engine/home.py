@@ -53,7 +53,7 @@ from .replication import Copies
 from .run import NeverWritten, Run, TaskState, WaitAgain
 from .runs import Material, Runs, is_large, made, rebuilt
 from .stage import Inputs
-from .stragglers import Slow
+from .stragglers import Stragglers
 from .surroundings import HomeSurroundings
 from .targets import Peers, Targets
 from .work import is_much, wire_needs
@@ -91,7 +91,9 @@ class Home:
         self.losses = Losses(
             self.runs, self.given, members, self.deciding, clock, lambda: self.closed
         )
-        self.slow = Slow(self.active, clock, self.losses.speed_of, self.losses.begin_beside)
+        self.stragglers = Stragglers(
+            self.active, clock, self.losses.speed_of, self.losses.begin_beside
+        )
         self._acceptance = Acceptance(self.runs, journal, lambda: self.closed)
         self._experience = Experience()
         self._company = Company(rpc, members)
@@ -297,7 +299,7 @@ class Home:
         if len(self._unpublished) == 1:
             now = asyncio.get_running_loop().time()
             self._spawn(self._publish(max(0.0, self._published_at + PUBLISH_S - now)))
-        self.slow.begun(run)
+        self.stragglers.begun(run)
         self.inputs.bring(run)
         with self.deciding(run) as decide:
             decide.place_ready()

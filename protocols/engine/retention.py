@@ -1,8 +1,9 @@
-"""What is held here for workflows: asked about when there is little room, handed on by who leaves.
+"""Retention of the files that this peer holds for workflows.
 
-A peer holds what it made until the workflow's home says that it is consumed. It asks when it gets
-short of room, the homes of all that it holds something for: while there is room, nobody is asked.
-A peer that leaves tells the homes what it has, and they have copied what nobody else has.
+- A peer keeps the files that it made until the workflow's home says that they are consumed.
+- When disk space gets short, it asks the homes of all workflows that it holds files for; while
+  there is enough, it asks nobody.
+- A peer that leaves tells the homes which files it has; they get those copied that nobody else has.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ log = logging.getLogger("valence.holds")
 ASK_S_MIN = 0.5  # between two rounds of questions
 AT_ONCE = 16
 HASHES_MAX = 2000
-WORKFLOWS_MAX = 64  # that are asked about in one round
-#: from so much of the quota on, room is made before it is needed
+WORKFLOWS_MAX = 64  # asked about in one round
+#: from this share of the quota on, space is freed before it is needed
 HIGH_WATER = 0.8
 LOOK_S = 5.0
 
 HAND_ON_MAX = 500  # files in one message
 
 FindHome = Callable[[str], Awaitable[bytes | None]]
-#: whose, of which workflow, which: those that are somewhere else by then
+#: the peer that leaves, a workflow, and its files there → those that the peer need not keep
 HandOnHere = Callable[[bytes, str, tuple[File, ...]], Awaitable[list[bytes]]]
 
 
@@ -61,7 +62,7 @@ class Holds:
         blobs.on_pressure = self.ask
 
     async def run(self) -> None:
-        """Before it gets tight; what is let go of stays as long as there is room."""
+        """Asks before space gets short; released files stay as long as there is space."""
         while True:
             await asyncio.sleep(LOOK_S)
             cache = self._blobs.cache
@@ -69,7 +70,7 @@ class Holds:
                 await self.ask()
 
     async def ask(self) -> None:
-        """One round at a time, and not too often; who comes meanwhile waits for its end."""
+        """One round at a time, and not too often; a call during a round waits for its end."""
         if self._asking is None or self._asking.done():
             loop = asyncio.get_running_loop()
             if loop.time() - self._asked_at < ASK_S_MIN:
@@ -81,92 +82,98 @@ class Holds:
     async def _ask_all(self) -> None:
         slots = asyncio.Semaphore(AT_ONCE)
 
-        async def one(workflow: str, hashes: list[bytes]) -> None:
+        async def ask(workflow: str, hashes: list[bytes]) -> None:
             async with slots:
                 await self._ask(workflow, hashes)
 
         held = list(self._blobs.cache.held_for().items())
-        held.sort(key=lambda row: self._asked.get(row[0], 0))  # who was asked longest ago first
+        held.sort(key=lambda row: self._asked.get(row[0], 0))  # longest not asked about first
         for workflow, _ in held[:WORKFLOWS_MAX]:
             self._round += 1
             self._asked[workflow] = self._round
         for gone in self._asked.keys() - {workflow for workflow, _ in held}:
             del self._asked[gone]
-        await asyncio.gather(*(one(*row) for row in held[:WORKFLOWS_MAX]))
+        await asyncio.gather(*(ask(*row) for row in held[:WORKFLOWS_MAX]))
 
     async def _ask(self, workflow: str, hashes: list[bytes]) -> None:
         home = await self._find_home(workflow)
         contact = self._members.contact(home) if home else None
         if contact is None:
-            return  # nobody can say: what is held stays
+            return  # nobody can tell: keep the files
         for start in range(0, len(hashes), HASHES_MAX):
             some = tuple(hashes[start : start + HASHES_MAX])
             try:
                 message = StillHeld(workflow=workflow, hashes=some)
                 answer = await self._rpc.call(contact, message, Unheld)
             except CallFailed as error:
-                log.debug("nobody says what is wanted of %s: %s", workflow, error)
+                log.debug("no answer which files of %s are still wanted: %s", workflow, error)
                 return
             asked = set(some)
-            gone = [hash for hash in answer.hashes if hash in asked]
-            self._blobs.release(workflow, gone)
-            self.counts["released"] += len(gone)
+            unwanted = [digest for digest in answer.hashes if digest in asked]
+            self._blobs.release(workflow, unwanted)
+            self.counts["released"] += len(unwanted)
 
     # ----------------------------------------------------------------- leaving
 
     async def hand_on(self, limit_s: float, hurry: asyncio.Event) -> tuple[int, int]:
-        """How many are safe elsewhere, or not wanted; and how many nobody took in time. Those of a
-        task queue's workflows are not told of: it has fetched what it wants."""
+        """Returns how many files are safe elsewhere or not wanted, and how many no peer took in
+        time. Files of a task queue's workflows are left out: it has fetched those that it wants."""
         safe: set[bytes] = set()
         held = {w: h for w, h in self._blobs.cache.held_for().items() if not is_queued(w)}
         slots = asyncio.Semaphore(AT_ONCE)
 
-        async def one(workflow: str, hashes: list[bytes]) -> None:
+        async def hand_on(workflow: str, hashes: list[bytes]) -> None:
             async with slots:
                 for start in range(0, len(hashes), HAND_ON_MAX):
                     some = hashes[start : start + HAND_ON_MAX]
                     safe.update(await self._hand_on(workflow, some, limit_s))
 
-        async def all_of_them() -> None:
+        async def hand_on_all() -> None:
             rows = held.items() if self._members.count > 1 else ()
-            for found in await asyncio.gather(*(one(*row) for row in rows), return_exceptions=True):
-                if isinstance(found, Exception):
-                    log.warning("files could not be handed on", exc_info=found)
+            ends = await asyncio.gather(*(hand_on(*row) for row in rows), return_exceptions=True)
+            for error in ends:
+                if isinstance(error, Exception):
+                    log.warning("files could not be handed on", exc_info=error)
 
         ends: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(all_of_them()),
+            asyncio.ensure_future(hand_on_all()),
             asyncio.ensure_future(hurry.wait()),
         ]
         await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
-        every = {hash for hashes in held.values() for hash in hashes}
+        every_file = {digest for hashes in held.values() for digest in hashes}
         self.counts["handed_on"] += len(safe)
-        return len(safe), len(every - safe)
+        return len(safe), len(every_file - safe)
 
     async def _hand_on(self, workflow: str, hashes: list[bytes], limit_s: float) -> list[bytes]:
         me = self._rpc.me.id
         files = tuple(
-            File(hash.hex(), hash, self._blobs.size(hash) or 0, (me,))
-            for hash in hashes
-            if hash in self._blobs
+            File(digest.hex(), digest, self._blobs.size(digest) or 0, (me,))
+            for digest in hashes
+            if digest in self._blobs
         )
-        with contextlib.suppress(Refused):  # this peer is its home, or it is over and kept here
+        with contextlib.suppress(Refused):  # this peer is its home, or has a replica of its end
             return await self._hand_on_here(me, workflow, files)
+        return await self._hand_on_to_home(workflow, files, limit_s)
+
+    async def _hand_on_to_home(
+        self, workflow: str, files: tuple[File, ...], limit_s: float
+    ) -> list[bytes]:
         for _ in range(2):
             home = await self._find_home(workflow)
             contact = self._members.contact(home) if home else None
-            if home is None or contact is None or home == me:
+            if home is None or contact is None or home == self._rpc.me.id:
                 break
             try:
                 message = HandOn(workflow=workflow, files=files)
                 return list((await self._rpc.call(contact, message, HandedOn, limit_s)).hashes)
             except CallFailed as error:
-                log.info("nobody takes files of %s: %s", workflow, error)
+                log.info("files of %s were not handed on: %s", workflow, error)
                 if not isinstance(error, Refused):
                     break
-                self._forget_home(workflow, home)  # it is elsewhere by now: once more
+                self._forget_home(workflow, home)  # it is elsewhere by now: try once more
         return []
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells a workflow's policies of tasks that take far longer than their like."""
+"""Tells a workflow's policies about stragglers: tasks that run far longer than similar ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from .run import Run
 
 CHECK_S = 1.0
 
-#: an attempt beside which another is to be begun, and why
+#: begins a second attempt beside this one, for this reason
 Beside = Callable[[AttemptKey, str], None]
-
-
-#: of a peer, by its id
+#: the speed of a peer, by its id
 SpeedOf = Callable[[bytes], float]
 
 
-class Slow:
+class Stragglers:
     def __init__(
         self,
         active: Callable[[], list[Run]],
@@ -31,27 +29,28 @@ class Slow:
         self._speed_of = speed_of
         self._clock = clock
         self._beside = beside
-        self._some = asyncio.Event()
+        self._any = asyncio.Event()
 
     def begun(self, run: Run) -> None:
         if run.policies is not None and run.policies.wants_slow:
-            self._some.set()
+            self._any.set()
 
     async def watch(self) -> None:
-        told: dict[AttemptKey, int] = {}
+        doublings: dict[AttemptKey, int] = {}
         while True:
             watched = [r for r in self._active() if r.policies and r.policies.wants_slow]
             if not watched:
-                self._some.clear()
-            await self._some.wait()
+                self._any.clear()
+            await self._any.wait()
             await asyncio.sleep(CHECK_S)
-            before, told = told, {}
+            before, doublings = doublings, {}
             for run in watched:
-                told |= self._tell(run, before)
+                doublings |= self._tell(run, before)
 
     def _tell(self, run: Run, before: dict[AttemptKey, int]) -> dict[AttemptKey, int]:
-        """At two, four, eight … times as long as usual; how often it was doubled by now."""
-        told: dict[AttemptKey, int] = {}
+        """Tells at two, four, eight … times the usual duration. Returns how often each running
+        attempt has doubled it by now."""
+        doublings: dict[AttemptKey, int] = {}
         now = self._clock()
         for task in [t for t in run.tasks.values() if t.state == "running"]:
             key, typical_s = AttemptKey(run.id, task.id, task.number), run.runtime_s(task.id)
@@ -59,12 +58,12 @@ class Slow:
             if attempt is None or typical_s is None or run.workflow.tasks[task.id].gang:
                 continue
             seconds = now - attempt.at
-            typical_s /= self._speed_of(attempt.peer)  # there it takes so long
-            times = int(math.log2(max(1.0, seconds / max(CHECK_S, typical_s))))
-            told[key] = max(times, before.get(key, 0))
-            if times <= before.get(key, 0) or run.policies is None:
+            typical_s /= self._speed_of(attempt.peer)
+            doubled = int(math.log2(max(1.0, seconds / max(CHECK_S, typical_s))))
+            doublings[key] = max(doubled, before.get(key, 0))
+            if doubled <= before.get(key, 0) or run.policies is None:
                 continue
             if run.policies.slow(task.id, len(task.attempts), seconds, typical_s):
-                why = f"it runs for {seconds:.0f} s, its like took {typical_s:.1f} s"
-                self._beside(key, f"{why}: by a policy it runs a second time")
-        return told
+                why = f"it has run for {seconds:.0f} s, similar tasks took {typical_s:.1f} s"
+                self._beside(key, f"{why}: a policy starts a second attempt")
+        return doublings

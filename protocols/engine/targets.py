@@ -1,7 +1,7 @@
-"""Whom a home gives attempts to: the peers of its cluster; or, a task queue's home, sites.
+"""The targets that a home sends attempts to: the peers of its cluster, or a task queue's sites.
 
-What a home does for a workflow is the same for both. What differs is who is asked for room, how one
-hears of attempts that run, where files are, and by what name people know the other side.
+A home does the same for a workflow with either. They differ in who is asked for capacity, how the
+home hears of running attempts, where files are, and what users call a target.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ RETURN_S = 8.0
 
 
 class Targets(Protocol):
-    #: files from this size on are worth a way to who holds them
+    #: tasks are placed near their inputs if these have at least this size
     near_bytes_min: int
 
     def refusal(self, workflow: Workflow) -> str:
-        """Why none of these can run it; empty: they may."""
+        """Why no target can run it; empty: some may."""
 
     def strategy(self, run: Run) -> Strategy | None:
-        """Who finds room for it; None: the one that its document names."""
+        """The strategy that places it; None: the one that its document names."""
 
     def settle(self) -> None:
-        """The others are known, or nobody answered for a while."""
+        """The other peers are known, or none answered for a while."""
 
     def resume(self, run: Run) -> None:
-        """Ask about what runs somewhere, as the journal says."""
+        """Ask about the attempts that run somewhere, as the journal says."""
 
     def is_held(self, file: File | None) -> bool:
-        """Somebody has it who is here, or may be back with it in a moment."""
+        """A present peer has it, or one that may be back with it in a moment."""
 
     def could_run(self, run: Run, task: TaskState) -> set[bytes]:
-        """Whose capacity suffices."""
+        """The targets whose capacity suffices."""
 
     def abort(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
-        """Attempts that are of no use any more."""
+        """End these attempts: they are of no use any more."""
 
     def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
-        """Files of these tasks need a second holder."""
+        """Give the files of these tasks a second holder."""
 
     def called(self, peer: bytes) -> str:
-        """To users."""
+        """The name of a target, for users."""
 
     def waiting_for(self, run: Run, task: TaskState) -> str:
-        """In words, if these know more than the home; else nothing."""
+        """In words, if the targets know more than the home; else empty."""
 
     def held_too(self, file: File) -> File:
-        """With what the home knows of its holders."""
+        """The file with the holders that only the home knows of."""
 
     async def close(self) -> None:
-        """Whatever goes on for these ends."""
+        """End their background work."""
 
 
 class Enacting(Protocol):
-    """What of a home its targets need."""
+    """The home, as far as its targets need it."""
 
     given: Given
     dispatch: Dispatch
@@ -79,11 +79,11 @@ class Enacting(Protocol):
     transfer: Transfer
 
     def run_elsewhere(self, peer: bytes) -> None:
-        """It may be dead, or just slow."""
+        """This peer may be dead, or just slow: begin its young attempts elsewhere, too."""
 
 
 class Peers:
-    """Of this home's cluster."""
+    """The peers of this home's cluster."""
 
     near_bytes_min = NEAR_BYTES_MIN
 
@@ -102,13 +102,13 @@ class Peers:
         self._waits_until = asyncio.get_running_loop().time() + RETURN_S
 
     def resume(self, run: Run) -> None:
-        given, members = self._home.given, self._home.members
+        outstanding, members = self._home.given, self._home.members
         for task in run.tasks.values():
             for attempt in task.attempts:
                 if attempt.state == "running" and task.state == "running":
-                    given.add(attempt.peer, AttemptKey(run.id, task.id, attempt.number))
-                    given.doubt(attempt.peer)
-        for peer in [p for p in given.peers() if not members.is_alive(p)]:
+                    outstanding.add(attempt.peer, AttemptKey(run.id, task.id, attempt.number))
+                    outstanding.doubt(attempt.peer)
+        for peer in [p for p in outstanding.peers() if not members.is_alive(p)]:
             self._home.run_elsewhere(peer)
 
     def is_held(self, file: File | None) -> bool:
@@ -116,7 +116,7 @@ class Peers:
             return False
         if file.hash in self._home.blobs or any(map(self._home.members.is_here, file.holders)):
             return True
-        # after a start: others that were stopped with this peer may be about to be back
+        # after a start: others that were stopped with this peer may be back in a moment
         young = asyncio.get_running_loop().time() < self._waits_until
         return young and any(map(self._may_return, file.holders))
 

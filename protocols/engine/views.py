@@ -1,4 +1,4 @@
-"""What HTTP says, as models: the answers, and through them `/openapi.json`."""
+"""The answers of the HTTP API, as models; `/openapi.json` is made from them."""
 
 from __future__ import annotations
 
@@ -81,25 +81,25 @@ class WorkflowView(BaseModel):
     home: str
     keepers: list[str] = []
     risk: str = ""  # what the loss of one machine or site would cost, if anything
-    blocked: str = ""  # why nothing that happens to it counts, while that is so
+    blocked: str = ""  # why it can't go on now, if so: too few of its keepers answer
     peers: int = Field(description="how many different peers ran its tasks")
     failures: list[Failure] = Field(default=[], description="the first ten")
     values: dict[str, Any] = Field(
         default={},
-        description="when it is over: what the first calls returned whose value no other task"
-        " takes, if it is small; all are at …/values",
+        description="when the workflow is over: the first small values of calls that no other task"
+        " takes; all of them are at …/values",
     )
     waiting: list[Failure] = Field(
-        default=[], description="ready tasks that no peer has taken yet, the first five"
+        default=[], description="the first five ready tasks that no peer has taken yet"
     )
     waiting_inputs: dict[str, str] = {}
     delivering: dict[str, str] = Field(
-        default={}, description="results that are on their way to where the document wants them"
+        default={}, description="results that are being delivered, and the progress of each"
     )
     bytes: dict[str, int] = Field(
         default={},
-        description="of inputs that its tasks read: from their own disk (`local`), from other peers"
-        " (`peer`), from where the workflow has them from (`origin`)",
+        description="bytes of inputs that its tasks read: from their own disk (`local`), from other"
+        " peers (`peer`), from the URLs in the document (`origin`)",
     )
 
 
@@ -111,7 +111,7 @@ class WorkflowRow(BaseModel):
     submitted_at: float
     ended_at: float | None
     tasks: int
-    home: str | None = None  # None: the peer asked is a keeper of it only
+    home: str | None = None  # None: the peer that was asked only keeps its journal
 
 
 class WorkflowPage(BaseModel):
@@ -145,7 +145,9 @@ class AttemptView(BaseModel):
     ended_at: float | None = None
     exit_code: int | None = None
     max_rss: int | None = None
-    bytes: dict[str, int] = Field(default={}, description="as of a workflow; of this attempt")
+    bytes: dict[str, int] = Field(
+        default={}, description="as for a workflow, but of this attempt only"
+    )
     placement: dict[str, Any]
 
 
@@ -181,10 +183,14 @@ class TaskPage(BaseModel):
 
 
 class ValuePage(BaseModel):
-    values: dict[str, Any] = Field(description="by task; those of calls that no other task takes")
+    values: dict[str, Any] = Field(
+        description="by task: the values of calls that no other task takes"
+    )
     next: int | None = Field(description="pass as `start` for the next page")
     others: list[str] = Field(
-        [], description="on the last page: calls whose value is a pickle, or large: …/tasks/T/value"
+        [],
+        description="on the last page: calls whose value is a pickle or large; get each from"
+        " …/tasks/T/value",
     )
 
 

@@ -1,5 +1,4 @@
-"""What a workflow becomes on its way: its document read again, its needs, arguments and sizes in
-messages, its deadline as a time."""
+"""Translates workflows: a document into its workflow, a task into a message, a deadline into a time."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from .run import Run
 
 
 def size_bytes(work: Work) -> int:
-    """About how many bytes it takes in a message."""
+    """Its approximate size in a message."""
     values = [value for ref in work.references for value in ref.values]
     return (
         300
@@ -43,8 +42,8 @@ def pack_arguments(spec: Task) -> bytes:
 
 @lru_cache(1000)
 def wire_needs(needs: TaskNeeds) -> messages.Needs:
-    """Checked: what can't be said in a message is refused with `ValidationError`."""
-    found = messages.Needs(
+    """Checked: needs that no message can express raise `ValidationError`."""
+    wired = messages.Needs(
         capacity=Capacity(
             millicores=needs.millicores,
             memory_bytes=needs.memory_bytes,
@@ -58,20 +57,20 @@ def wire_needs(needs: TaskNeeds) -> messages.Needs:
         labels=needs.labels,
         software=needs.software,
     )
-    return CHECKED_NEEDS.validate_python(found)
+    return CHECKED_NEEDS.validate_python(wired)
 
 
 def make_work(
-    run: Run, one: Placed, runtime_s: float | None, held_too: Callable[[File], File]
+    run: Run, placed: Placed, runtime_s: float | None, held_too: Callable[[File], File]
 ) -> Work:
-    """A task as it is sent to the peer that runs it; `LookupError` if something it takes is gone.
+    """A task as it is sent to the peer that runs it; `LookupError` if an input or value is gone.
 
-    `held_too` adds the holders that its home knows of."""
-    spec = run.spec(one.unit.key.task)
+    `held_too` adds the holders that only its home knows of."""
+    spec = run.spec(placed.unit.key.task)
     return Work(
-        key=one.unit.key,
-        lease=one.lease,
-        needs=one.unit.needs,
+        key=placed.unit.key,
+        lease=placed.lease,
+        needs=placed.unit.needs,
         command=spec.command,
         call=spec.call,
         arguments=b"" if spec.call is None else pack_arguments(spec),
@@ -109,7 +108,7 @@ def _value(run: Run, task: str, held_too: Callable[[File], File]) -> Value:
 
 
 def deadline_at(run: Run) -> float | None:
-    """On the wall clock."""
+    """The deadline of a run, on the wall clock."""
     return due_at(run.workflow, run.submitted_at)
 
 
@@ -129,17 +128,17 @@ def due_at(workflow: Workflow, submitted_at: float) -> float | None:
         return datetime.fromisoformat(text).timestamp()
 
 
-#: a document so short is read at once: a thread would take longer to begin; unless it has
-#: something that multiplies, or a word in it may be written in a way that is not seen here
+#: a document this short is read at once, because a thread would take longer to start; unless a key
+#: in it multiplies tasks, or a word in it may be escaped so that it is not recognised here
 INLINE_BYTES_MAX = 4096
-#: what a few bytes may make many tasks or values of; but for a handful, which is no matter
+#: keys by which a few bytes make many tasks or values (`foreach` with one digit does no harm)
 _MULTIPLIERS = (b"foreach", b"peers", b"&", b"\\")
 _MANY = re.compile(rb"foreach(?![\"']?\s*:\s*\d\s*[,}\n\r])")
 
 
 def is_much(text: bytes) -> bool:
-    """To read a document, or to make its workflow, may take long: that is done away from the loop,
-    whenever it is done."""
+    """Reading this document, or making its workflow, may take long: both are done in a thread, each
+    time."""
     if len(text) > INLINE_BYTES_MAX:
         return True
     each, *others = (word in text for word in _MULTIPLIERS)
@@ -147,17 +146,17 @@ def is_much(text: bytes) -> bool:
 
 
 def read_document(text: bytes, options: dict[str, object]) -> Workflow:
-    """As it was submitted: our own document, or a WfFormat instance with its scales."""
+    """The workflow as it was submitted: our own document, or a WfFormat instance with scales."""
     value, lines = tree.read(text)
     if wfformat.is_instance(value):
-        found = wfformat.parse(
+        workflow = wfformat.parse(
             value,
             float(str(options.get("time_scale", 1.0))),
             float(str(options.get("size_scale", 1.0))),
         )
     else:
-        found = document.from_value(
+        workflow = document.from_value(
             value, lines, policy_problem=policy_problem, rank_problem=rank_problem
         )
     strategy = options.get("strategy")
-    return found if strategy is None else replace(found, strategy=str(strategy))
+    return workflow if strategy is None else replace(workflow, strategy=str(strategy))
