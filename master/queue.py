@@ -387,7 +387,8 @@ class Sites:
         if not self._began:
             replicas = self._home.journal.keeping.replicas
             self._began = self._home.given.settled and all(
-                replica.over or id in self._home.runs.active for id, replica in replicas.items()
+                replica.over or workflow_id in self._home.runs.active
+                for workflow_id, replica in replicas.items()
             )
         return self._began
 
@@ -444,8 +445,8 @@ class Sites:
                 by_run[ended.key.workflow].append(ended._replace(outputs=made, by=pilot))
             elif self._home.journal.keeping.follows(ended.key.workflow) is None:
                 kept.append(ended.key)
-        for id, some in by_run.items():
-            run = self._home.runs.active.get(id)
+        for workflow_id, some in by_run.items():
+            run = self._home.runs.active.get(workflow_id)
             if run is not None:
                 self._home.take(
                     run, site_id(site.name), [e for e in some if e.key.task in run.tasks]
@@ -464,19 +465,19 @@ class Sites:
             if self._home.placements.is_pending(unit.key):
                 by_run[unit.key.workflow].append(Placed(unit, contact, 0, record))
         works: list[Work] = []
-        for id, rows in by_run.items():
-            run = self._home.runs.active[id]
+        for workflow_id, rows in by_run.items():
+            run = self._home.runs.active[workflow_id]
             keys = [one.unit.key for one in rows]
             attempts = tuple(StartedAttempt(k.task, k.number, contact.id, 0) for k in keys)
             said = AttemptsStarted(placement=record.to_row(), attempts=attempts)
             with self._home.deciding(run) as decide:
                 decide.write(said)
-        for id, rows in by_run.items():
+        for workflow_id, rows in by_run.items():
             try:
-                await self._home.journal.kept(id)
+                await self._home.journal.kept(workflow_id)
             except Deposed:
                 continue
-            mine = self._home.runs.active.get(id)
+            mine = self._home.runs.active.get(workflow_id)
             for one in rows if mine is not None else ():
                 assert mine is not None
                 work = self._home.placements.make_work(mine, one)

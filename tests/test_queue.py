@@ -76,7 +76,7 @@ def test_a_workflow_through_the_queue_files_and_all(
     sleeping = client.submit({"name": "s", "tasks": {"x": {"command": "sleep 60"}}})
     wait_for(lambda: sleeping.task("x")["state"] == "running")
     assert sleeping.task("x")["history"][-1]["peer"].startswith("site ")
-    wait_for(lambda: ": it was given to peer " in sleeping.task("x")["waiting_for"])
+    wait_for(lambda: ": it was sent to peer " in sleeping.task("x")["waiting_for"])
     sleeping.cancel()
     assert sleeping.wait() == "cancelled"
     wait_for(lambda: all(p["running"] == 0 for p in cluster.client().peers()))

@@ -1,4 +1,4 @@
-"""Translates workflows: a document into its workflow, a task into a message, a deadline into a time."""
+"""Translates documents into workflows, tasks into messages, and deadlines into times."""
 
 from __future__ import annotations
 
