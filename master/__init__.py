@@ -1,1 +1,1 @@
-"""The optional service: a task queue."""
+"""The task queue, an optional service."""

@@ -1,4 +1,4 @@
-"""Start the task queue in this process."""
+"""Starts the task queue in this process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from valence.peer.settings import Settings, SettingsError, add_flags, load
 from .service import QueueDaemon
 
 ABOUT = (
-    "Run the task queue: an HTTP service with the same workflow API as a peer, whose tasks the "
-    "sites' master pilots pull (peers with --queue URL). Everything works without it."
+    "Run the task queue: an HTTP service with the same workflow API as a peer, for several sites "
+    "whose peers (started with --queue URL) pull its tasks. The task queue is optional."
 )
-#: of a peer's settings, those that mean something here
+#: the settings of a peer that apply to a task queue
 TAKEN = (
     "data", "http_host", "http_port", "http_advertise", "token", "revoked", "disk", "blob_max",
     "requests_max", "retention", "files", "s3_endpoint", "s3_region", "s3_access_key",
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m master") -> int:
     add_flags(parser, TAKEN)
     flags = vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
     environment = {k: v for k, v in os.environ.items() if k != "VALENCE_CLUSTER_KEY_FILE"}
-    # it is a cluster of its own, of one: nobody else ever needs its key
+    # the queue is a cluster of one member: nobody else ever needs its key
     environment["VALENCE_CLUSTER_KEY"] = secrets.token_hex(32)
     environment.setdefault("VALENCE_DATA", "valence-queue")
     for name in ("JOIN", "HOST", "PORT", "ADVERTISE", "QUEUE", "SITE", "CPUS", "MEMORY"):

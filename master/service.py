@@ -1,7 +1,7 @@
-"""The task queue as a service: HTTP, SQLite, files; the same workflow API as any peer's.
+"""The task queue as a service, with HTTP, SQLite and files; its workflow API is that of a peer.
 
-`POST /v1/queue` takes one packed message of a site's master pilot and gives back its answer; the
-token is one that sites make for themselves from the cluster's own. `GET /v1/queue` shows the sites.
+`POST /v1/queue` takes one packed message of a site's master pilot and returns its answer; the token
+is one that sites derive from the cluster's token. `GET /v1/queue` shows the sites.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKED = "application/msgpack"
 
 
 class QueueTransfer(Transfer):
-    """Files that the sites' pilots have: over their HTTP, as this is no member of their cluster."""
+    """Fetches files of the sites' pilots over HTTP: the queue is no member of their cluster."""
 
     _blobs: DiskBlobs
     sites: Sites
@@ -51,7 +51,7 @@ class QueueTransfer(Transfer):
                 member = site.pilots.get(pilot)
                 if member is not None and member.http:
                     yield f"{member.http}/v1/blobs/sha256:{file.hash.hex()}"
-        # any pilot finds it by the catalog
+        # any pilot can find it in the catalog
         for site in self.sites.sites.values():
             for member in list(site.pilots.values())[:2]:
                 if member.http:
@@ -79,16 +79,16 @@ class QueueTransfer(Transfer):
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     reasons.append(f"{url.partition('/v1/')[0]}: {error}"[:200])
         if position < end or not file.size:
-            why = "; ".join(reasons[:4]) or "no pilot that holds it is known"
-            raise Unavailable(f"{file.name}: no pilot could give it ({why})")
+            why = "; ".join(reasons[:4]) or "no peer that holds it is known"
+            raise Unavailable(f"{file.name}: no peer could send it ({why})")
 
-    async def find(self, hash: bytes) -> list[bytes]:
-        """At the sites, as their results say."""
-        file = self.sites.find_file(hash)
+    async def find(self, digest: bytes) -> list[bytes]:
+        """Its holders at the sites, as their results say."""
+        file = self.sites.find_file(digest)
         return list(file.holders) if file is not None else []
 
-    async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
-        file = self.sites.find_file(hash)
+    async def size(self, digest: bytes, holders: list[bytes]) -> int | None:
+        file = self.sites.find_file(digest)
         return file.size if file is not None else None
 
     async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
@@ -97,8 +97,8 @@ class QueueTransfer(Transfer):
             yield data
 
     async def fetch_all(self, files: Iterable[File], hold: str = "") -> TransferResult:
-        found = TransferResult()
-        peer = 0
+        result = TransferResult()
+        moved_bytes = 0
         for file in files:
             if file.hash in self._blobs:
                 self._blobs.hold(file.hash, hold)
@@ -106,11 +106,11 @@ class QueueTransfer(Transfer):
             try:
                 parts = self._open(file, 0, file.size)
                 await self._blobs.receive(parts, file.hash, file.size, hold)
-                peer += file.size
+                moved_bytes += file.size
             except (BlobError, TimeoutError) as error:
-                found.errors.append((file, error))
-        found.moved = Moved(peer=peer)
-        return found
+                result.errors.append((file, error))
+        result.moved = Moved(peer=moved_bytes)
+        return result
 
 
 class QueueHttp(Http):
@@ -134,7 +134,8 @@ class QueueHttp(Http):
             elif isinstance(message, StillHeld):
                 answer = await self.sites.unheld(message)
             else:
-                raise Refused("unsupported", f"{type(message).__name__} is nothing for a queue")
+                text = f"a task queue does not answer {type(message).__name__} messages"
+                raise Refused("unsupported", text)
         except Refused as error:
             problem = {"title": "Refused", "detail": error.text, "code": error.code}
             return web.json_response(problem, status=409)
@@ -164,7 +165,7 @@ class QueueGateway(Gateway):
     sites: Sites
 
     async def peers(self) -> views.PeerList:
-        """The pilots that sites have told of."""
+        """The pilots that sites have named."""
         sites = self.sites.sites.values()
         return views.PeerList(
             peers=[self._peer(m, None, False) for site in sites for m in site.pilots.values()]
@@ -172,7 +173,7 @@ class QueueGateway(Gateway):
 
 
 class QueueDaemon(Daemon):
-    """A daemon with no peers and nothing to offer: what it has is a journal, and sites that ask."""
+    """A daemon without other peers and without capacity: it has a journal, and sites ask it."""
 
     what = "task queue"
     runs_tasks = False
@@ -204,5 +205,5 @@ class QueueDaemon(Daemon):
         await super().start()
         self._run("sites", self.sites.watch)
         self.metrics.counters(
-            "queue", "What sites asked for and brought", lambda: dict(self.sites.counts)
+            "queue", "Requests of sites, tasks given out, outcomes", lambda: dict(self.sites.counts)
         )
