@@ -159,7 +159,7 @@ def test_who_may_ask_and_what_is_no_question(queue: Queue, cluster: Cluster) -> 
     with told.value:
         assert "write http" in json.load(told.value)["detail"]
     lonely = queue.client().submit({"name": "l", "tasks": {"a": {"command": "true"}}})
-    assert "no master pilot" in lonely.task("a")["waiting_for"]
+    assert "no peer of any site has asked" in lonely.task("a")["waiting_for"]
 
 
 def _healthy(queue: Queue) -> bool:

@@ -1,5 +1,4 @@
-"""Whether this peer may accept a workflow now: all that can be refused is refused before it is
-written."""
+"""Checks whether this peer may accept a workflow now. A refusal comes before it is written."""
 
 from __future__ import annotations
 

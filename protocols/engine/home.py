@@ -1,4 +1,4 @@
-"""The home of workflows: enacts those it accepted, from their journals.
+"""Enacts the workflows whose home this peer is, from their journals.
 
 What follows from an event is decided in `decisions`, from the run's state, and performed by the
 `performer`: entries are appended, capacity is looked for, peers are told.
@@ -304,9 +304,6 @@ class Home:
         with self.deciding(run) as decide:
             decide.place_ready()
         self._delivery.begin(run)
-        self._conclude(run)
-
-    def _conclude(self, run: Run) -> None:
         if self.runs.is_active(run):
             with self.deciding(run) as decide:
                 decide.conclude()
@@ -318,7 +315,7 @@ class Home:
                 decide.conclude()
 
     async def _publish(self, wait_s: float) -> None:
-        """Records that say where workflows have their home; those close in time go together."""
+        """Publish where workflows have their home; those close in time go together."""
         await asyncio.sleep(wait_s)
         self._published_at = asyncio.get_running_loop().time()
         workflow_ids, self._unpublished = self._unpublished, set()

@@ -1,4 +1,4 @@
-"""What other peers report to a home and ask it: outcomes, attempts they run, files they hold.
+"""Takes the reports and questions of other peers: outcomes, attempts they run, files they hold.
 
 Rules:
 - An outcome is acknowledged when it is committed: until then its peer keeps and repeats it.

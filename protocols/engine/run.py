@@ -214,7 +214,7 @@ class Run:
         self.stage_failures: dict[str, str] = {}
         self.copies: dict[bytes, tuple[bytes, ...]] = {}  # file → its second holders
         self.missing: set[bytes] = set()  # files that none of their holders has any more
-        self.delivered: dict[str, str] = {}  # file → why its delivery failed; empty: it did not
+        self.delivered: dict[str, str] = {}  # file → why its delivery failed; empty: it is done
         self.delivering: dict[str, str] = {}  # file → its progress, in words; not journaled
         self.moved: Counter[str] = Counter()  # bytes of inputs, by where they were
         self.runtimes: dict[str, float] = {}  # kind of task → seconds, as observed

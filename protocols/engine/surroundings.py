@@ -1,6 +1,6 @@
-"""What a home's decisions may ask about the world: the time, the peers, and where files are.
+"""The surroundings of a home's decisions: the time, the peers, the places of files.
 
-It answers from the parts of this peer (`decisions.Surroundings`) and changes nothing.
+Answers their questions (`decisions.Surroundings`) from the parts of this peer; changes nothing.
 """
 
 from __future__ import annotations
