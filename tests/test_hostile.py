@@ -924,7 +924,7 @@ async def test_an_error_in_one_workflows_outcome_keeps_no_other_from_being_taken
         runs.begin(Run(id, read_document(document, {}), 0.0, b"home"))
     nothing: Any = SimpleNamespace(drop=lambda *_: None)
     reception = Reception(
-        home=Faulty(), runs=runs, journal=journal, blobs=nothing, given=nothing, company=nothing,
+        home=Faulty(), runs=runs, journal=journal, blobs=nothing, outstanding=nothing, company=nothing,
         copies=nothing, counts=counts,
     )  # fmt: skip
     outcomes = tuple(

@@ -34,7 +34,7 @@ from ..chemistry.reactor import Budget, Reactor
 log = logging.getLogger("valence.policies")
 
 REACTIONS_MAX, STEPS_MAX = 1000, 20_000  # after one event: some ten milliseconds
-STEPS_TOTAL_MAX = 500_000  # for one workflow: others wait while its rules react
+STEPS_IN_ALL_MAX = 500_000  # for one workflow: others wait while its rules react
 MOLECULES_MAX, SIZE_MAX = 10_000, 1000
 MEMORY_BYTES_MAX = 2**50
 CAUSES = ("memory", "timeout", "exit", "signal")
@@ -90,7 +90,7 @@ class Policies:
         rules = [read_policy(text) for text in texts]
         self.trouble = ""
         self.wants_slow = any("SLOW" in _heads(rule) for rule in rules)
-        self._steps_left = STEPS_TOTAL_MAX
+        self._steps_left = STEPS_IN_ALL_MAX
         self._reactor = Reactor(rules, molecules_max=MOLECULES_MAX, size_max=SIZE_MAX)
 
     def ended(self, task: str, failures: int, cause: str, value: int) -> Again | None:
