@@ -228,7 +228,7 @@ class Home:
         self._performer.withdraw(run, keys)
 
     def deposed(self, workflow_id: str) -> None:
-        """Another peer is its home now, or will be: entries not committed here never were."""
+        """Another peer is its home now, or will be: what is not committed here never happened."""
         run = self.remembered(workflow_id)
         if run is None:
             return
