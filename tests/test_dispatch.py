@@ -276,7 +276,7 @@ def test_doubt_about_a_commit_without_an_answer_ends_in_one_place() -> None:
         assert asyncio.get_running_loop().time() - start < CHECK_S + 2
         [(lost, why)] = stage.lost
         assert lost == key(1)
-        assert "knows nothing of it" in why
+        assert "does not know this attempt" in why
         assert not len(stage.given)
         watching.cancel()
 
