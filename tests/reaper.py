@@ -7,6 +7,7 @@ is a goodbye: the run has cleaned up itself. An end of file without one: it was 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -17,15 +18,16 @@ ROUNDS = 20  # what is being started as its parent dies is found by a later one
 
 def naming(directory: str) -> list[int]:
     """Processes that were started in it, or have it in their command or environment."""
+    # (`pytest-1` is not `pytest-12`)
+    named = re.compile(re.escape(directory.encode()) + rb"(?![\w.-])")
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            where = os.readlink(path / "cwd")
-            said = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            texts = [os.fsencode(os.readlink(path / "cwd"))]
+            texts += [(path / name).read_bytes() for name in ("cmdline", "environ")]
         except OSError:
             continue
-        mine = directory in where or directory.encode() in said
-        if mine and int(path.name) != os.getpid():
+        if any(map(named.search, texts)) and int(path.name) != os.getpid():
             pids.append(int(path.name))
     return pids
 
