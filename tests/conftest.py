@@ -137,7 +137,9 @@ def reaped(directory: Path) -> Iterator[None]:
     assert reaper.stdin is not None
     try:
         yield
-        reaper.stdin.write(b".")
+        with contextlib.suppress(BrokenPipeError):  # somebody ended it: there is nobody to tell
+            reaper.stdin.write(b".")
+            reaper.stdin.flush()
     finally:
         reaper.stdin.close()
         reaper.wait()
