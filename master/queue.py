@@ -406,7 +406,7 @@ class Sites:
         which of a site's attempts are wanted."""
         if not self._began:
             replicas = self._home.journal.keeping.replicas
-            self._began = self._home.given.settled and all(
+            self._began = self._home.outstanding.settled and all(
                 replica.over or workflow_id in self._home.runs.active
                 for workflow_id, replica in replicas.items()
             )

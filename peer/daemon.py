@@ -565,7 +565,7 @@ class Daemon:
         add(
             "cache",
             "Files that made room, and results that were let go of",
-            lambda: dict(self.blobs.cache.counts + self.enactment.holds.counts),
+            lambda: dict(self.blobs.cache.counts + self.enactment.retention.counts),
         )
         add("http", "HTTP answers by status", lambda: dict(self.http.counts))
         add(

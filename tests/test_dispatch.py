@@ -17,7 +17,7 @@ from valence.protocols.consensus.keeping import Deposed
 from valence.protocols.engine import dispatch as module
 from valence.protocols.engine.dispatch import Dispatch
 from valence.protocols.engine.explain import FENCED
-from valence.protocols.engine.outstanding import CHECK_S, CHECK_S_MAX, Given
+from valence.protocols.engine.outstanding import CHECK_S, CHECK_S_MAX, Outstanding
 from valence.protocols.strategies.base import Placed, Placement, Unit
 from valence.protocols.wire.messages import (
     Abort,
@@ -95,10 +95,12 @@ class Scene:
         self.fenced = 0
         self.lost: list[tuple[AttemptKey, str]] = []
         self.pad = b""
-        self.given = Given(self.home.rpc, self.home.members, lambda workflow: 7, self._lose)
-        self.given.settled = True
+        self.outstanding = Outstanding(
+            self.home.rpc, self.home.members, lambda workflow: 7, self._lose
+        )
+        self.outstanding.settled = True
         self.dispatch = Dispatch(
-            self.home.rpc, self.given, self._kept, self._make, lambda run, key: self.wanted
+            self.home.rpc, self.outstanding, self._kept, self._make, lambda run, key: self.wanted
         )
         self.dispatch.on_refused = self.refusals.extend
         self.dispatch.on_too_large = lambda run, tasks, why: self.too_large.append((tasks, why))
@@ -107,7 +109,7 @@ class Scene:
 
     def _lose(self, lost: list[tuple[AttemptKey, str]]) -> None:
         self.lost += lost
-        self.given.drop_anywhere([one for one, _ in lost])
+        self.outstanding.drop_anywhere([one for one, _ in lost])
 
     def _fenced(self, run: Any) -> None:
         self.fenced += 1
@@ -127,8 +129,8 @@ class Scene:
         for number in numbers:
             unit = Unit(key(number), CORE)
             made.append(Placed(unit, peer.peer.contact, number, Placement("probe")))
-            self.given.add(peer.peer.contact.id, unit.key)
-            self.given.on_the_way.add(unit.key)
+            self.outstanding.add(peer.peer.contact.id, unit.key)
+            self.outstanding.on_the_way.add(unit.key)
         return made
 
 
@@ -144,14 +146,14 @@ def test_nothing_leaves_before_the_journal_has_it_and_nothing_at_all_if_it_never
         sending = asyncio.ensure_future(stage.dispatch.away(RUN, stage.rows(peer, [1, 2])))
         await asyncio.sleep(5.0)
         assert not peer.works
-        assert stage.given.on_the_way == {key(1), key(2)}
+        assert stage.outstanding.on_the_way == {key(1), key(2)}
         stage.deposed = True
         stage.journaled.set()
         await sending
         await asyncio.sleep(1.0)
         assert not peer.works
         assert sorted(peer.returned) == [1, 2], "its leases are given back"
-        assert not stage.given.on_the_way
+        assert not stage.outstanding.on_the_way
 
     run_out(scenario())
 
@@ -229,7 +231,7 @@ def test_work_that_was_cancelled_on_its_way_is_ended_where_it_arrived() -> None:
         stage.wanted = False
         await stage.dispatch.away(RUN, stage.rows(peer, [1, 2]))
         assert peer.aborted == [key(1), key(2)]
-        assert not len(stage.given)
+        assert not len(stage.outstanding)
 
     run_out(scenario())
 
@@ -260,7 +262,7 @@ def test_doubt_about_a_commit_without_an_answer_ends_in_one_place() -> None:
     async def scenario() -> None:
         stage = await scene()
         [peer, _] = stage.others
-        watching = asyncio.ensure_future(stage.given.watch())
+        watching = asyncio.ensure_future(stage.outstanding.watch())
         way = (peer.peer.contact.id, stage.home.contact.id)
         stage.home.network.cut_links.add(way)  # what it answers is lost
         start = asyncio.get_running_loop().time()
@@ -270,14 +272,14 @@ def test_doubt_about_a_commit_without_an_answer_ends_in_one_place() -> None:
         stage.home.network.cut_links.clear()
         await sending
         peer.state = "unknown"  # say it had died and come back
-        stage.given.doubt(peer.peer.contact.id)
+        stage.outstanding.doubt(peer.peer.contact.id)
         while not stage.lost:
             await asyncio.sleep(0.1)
         assert asyncio.get_running_loop().time() - start < CHECK_S + 2
         [(lost, why)] = stage.lost
         assert lost == key(1)
         assert "does not know this attempt" in why
-        assert not len(stage.given)
+        assert not len(stage.outstanding)
         watching.cancel()
 
     run_out(scenario())
@@ -287,7 +289,7 @@ def test_peers_are_asked_less_and_less_often_while_nothing_is_wrong() -> None:
     async def scenario() -> None:
         stage = await scene()
         [peer, _] = stage.others
-        watching = asyncio.ensure_future(stage.given.watch())
+        watching = asyncio.ensure_future(stage.outstanding.watch())
         await stage.dispatch.away(RUN, stage.rows(peer, [1]))
         await asyncio.sleep(200.0)
         gaps = [b - a for a, b in itertools.pairwise(peer.inquiries)]
@@ -304,13 +306,13 @@ def test_a_dead_peers_attempts_are_lost_and_an_unknown_one_is_not_dead_yet() -> 
     async def scenario() -> None:
         stage = await scene()
         peer, other = stage.others
-        stage.given.settled = False
-        stage.given.add(b"s" * 20, key(9))  # of before this home was started
-        watching = asyncio.ensure_future(stage.given.watch())
+        stage.outstanding.settled = False
+        stage.outstanding.add(b"s" * 20, key(9))  # of before this home was started
+        watching = asyncio.ensure_future(stage.outstanding.watch())
         await stage.dispatch.away(RUN, stage.rows(peer, [1]))
         await asyncio.sleep(20.0)
         assert not stage.lost, "the others may not be known yet"
-        stage.given.settled = True
+        stage.outstanding.settled = True
         await peer.peer.crash()
         await asyncio.sleep(60.0)
         assert {one for one, _ in stage.lost} == {key(1), key(9)}
@@ -327,7 +329,7 @@ def test_with_losses_every_attempt_is_at_its_peer_or_known_to_be_lost(seed: int)
         faults = Faults(loss=0.3, duplication=0.1, straggling=0.1)
         stage = Scene(await cluster(Network(seed), 4))
         stage.home.network.faults = faults
-        watching = asyncio.ensure_future(stage.given.watch())
+        watching = asyncio.ensure_future(stage.outstanding.watch())
         for peer in stage.others:
 
             def inquire(sender: Contact, message: Inquire, peer: Executing = peer) -> Inquired:

@@ -925,7 +925,7 @@ async def test_an_error_in_one_workflows_outcome_keeps_no_other_from_being_taken
     nothing: Any = SimpleNamespace(drop=lambda *_: None)
     reception = Reception(
         home=Faulty(), runs=runs, journal=journal, blobs=nothing, outstanding=nothing, company=nothing,
-        copies=nothing, counts=counts,
+        replication=nothing, counts=counts,
     )  # fmt: skip
     outcomes = tuple(
         Outcome(key=AttemptKey(id, "t", 1), kind="ok", queued_at=0.0, started_at=0.0, ended_at=0.0)

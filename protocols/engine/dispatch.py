@@ -26,7 +26,7 @@ from ..wire.messages import (
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
 from .explain import FENCED
-from .outstanding import Given
+from .outstanding import Outstanding
 from .run import Run
 from .work import size_bytes
 
@@ -42,7 +42,7 @@ class Dispatch:
     def __init__(
         self,
         rpc: Rpc,
-        given: Given,
+        outstanding: Outstanding,
         kept: Callable[[str], Awaitable[None]],
         make: Callable[[Run, Placed], Work | None],
         is_wanted: Callable[[Run, AttemptKey], bool],
@@ -51,7 +51,7 @@ class Dispatch:
         self.on_too_large: Callable[[Run, list[str], str], None] = lambda run, tasks, why: None
         self.on_fenced: Callable[[Run], None] = lambda run: None
         self._rpc = rpc
-        self._given = given
+        self._outstanding = outstanding
         self._kept = kept
         self._make = make
         self._is_wanted = is_wanted
@@ -76,7 +76,7 @@ class Dispatch:
             for row in rows:
                 self._rpc.tell(row.peer, ReturnLeases(leases=(row.lease,)))
         finally:
-            self._given.on_the_way.difference_update(row.unit.key for row in rows)
+            self._outstanding.on_the_way.difference_update(row.unit.key for row in rows)
 
     async def _send(self, run: Run, rows: list[Placed]) -> None:
         works: dict[bytes, tuple[Contact, list[Work]]] = {}
@@ -109,12 +109,12 @@ class Dispatch:
             else:
                 self._refused(run, [(work.key, str(error)) for work in batch])
         except CallFailed:
-            self._given.doubt(peer.id)  # the commit may have arrived or not
+            self._outstanding.doubt(peer.id)  # the commit may have arrived or not
         else:
             self._refused(run, list(answer.refused))
             late = [w.key for w in batch if not self._is_wanted(run, w.key)]
             if late:  # cancelled, or done elsewhere, while this was on its way
-                self._given.drop(peer.id, late)
+                self._outstanding.drop(peer.id, late)
                 await self.abort(peer, late, (run.id, run.epoch))
 
     def _refused(self, run: Run, refused: Refusals) -> None:

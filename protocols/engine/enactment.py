@@ -43,7 +43,7 @@ from .journal import Journal
 from .locate import VOID_HOME, Locate
 from .outbox import Outbox
 from .relay import Exchange, Relay
-from .retention import Holds
+from .retention import Retention
 from .targets import Targets
 
 log = logging.getLogger("valence.peer")
@@ -132,10 +132,10 @@ class Enactment:
         self._locate = locate
         self.outbox.find_home = self._find_home
         hand_on = self.home.reception.hand_on
-        self.holds = Holds(rpc, members, blobs, self._find_home, locate.forget, hand_on)
+        self.retention = Retention(rpc, members, blobs, self._find_home, locate.forget, hand_on)
         self._transfer = transfer
         self.home.duplicates.find = locate.duplicate
-        self.home.given.on_first = liveness.stir
+        self.home.outstanding.on_first = liveness.stir
         self.keeping.on_deposed = self.home.deposed
         self.keeping.on_dropped = self.home.dropped
         self.keeping.on_doubt = liveness.suspect
@@ -165,11 +165,11 @@ class Enactment:
             ("ganged", self.executor.watch_gangs),
             ("calls", self.executor.watch_calls),
             ("relay", self.relay.run),
-            ("relayed", self.relay.given.watch),
-            ("given", self.home.given.watch),
-            ("holds", self.holds.run),
+            ("relayed", self.relay.outstanding.watch),
+            ("outstanding", self.home.outstanding.watch),
+            ("retention", self.retention.run),
             ("catalog", self._transfer.run),
-            ("slow", self.home.stragglers.watch),
+            ("stragglers", self.home.stragglers.watch),
             ("elections", self.elections.run),
             ("membership_change", self.membership_change.run),
             ("archive", self.archive.run),
@@ -212,7 +212,7 @@ class Enactment:
 
     def _watched(self) -> set[bytes]:
         """The peers to watch closely: those that run attempts for this one or keep its journals."""
-        working = (*self.home.given.peers(), *self.relay.given.peers())
+        working = (*self.home.outstanding.peers(), *self.relay.outstanding.peers())
         return {*working, *self.keeping.company()}
 
     async def leave(self, grace_s: float) -> None:
@@ -223,13 +223,13 @@ class Enactment:
         deadline = loop.time() + grace_s
         await self.executor.leave(grace_s)
         limit_s = max(min(grace_s, HAND_ON_S_MIN), deadline - loop.time())
-        safe, left = await self.holds.hand_on(limit_s, self.executor.hurry)
+        safe, left = await self.retention.hand_on(limit_s, self.executor.hurry)
         if left:
             log.info("leaving with %d files that no other peer has (%d were copied)", left, safe)
 
     async def close(self) -> None:
         await self.executor.close()
-        await self.holds.close()
+        await self.retention.close()
         await self.relay.close()
         await self.home.close()
         for service in self.services.values():

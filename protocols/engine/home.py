@@ -45,11 +45,11 @@ from .explain import waiting_for
 from .gangs import Company
 from .journal import About, Journal
 from .losses import Losses
-from .outstanding import Given
+from .outstanding import Outstanding
 from .performer import Decided, Performer
 from .placements import Placements
 from .reception import Reception
-from .replication import Copies
+from .replication import Replication
 from .run import NeverWritten, Run, TaskState, WaitAgain
 from .runs import Material, Runs, is_large, made, rebuilt
 from .stage import Inputs
@@ -86,10 +86,10 @@ class Home:
         self.journal = journal
         self.closed = False  # this peer is leaving
         self.runs = Runs(journal)
-        self.given = Given(rpc, members, journal.keeping.epoch, self.lost)
+        self.outstanding = Outstanding(rpc, members, journal.keeping.epoch, self.lost)
         self.duplicates = DuplicateSubmissions(journal.keeping, self.runs.is_active, self._cancel)
         self.losses = Losses(
-            self.runs, self.given, members, self.deciding, clock, lambda: self.closed
+            self.runs, self.outstanding, members, self.deciding, clock, lambda: self.closed
         )
         self.stragglers = Stragglers(
             self.active, clock, self.losses.speed_of, self.losses.begin_beside
@@ -98,10 +98,10 @@ class Home:
         self._experience = Experience()
         self._company = Company(rpc, members)
         self._delivery = Delivery(storage, blobs, transfer, rng, self._delivered)
-        self.copies = Copies(rpc, members, transfer, rng, self.keepers, self._copied)
+        self.replication = Replication(rpc, members, transfer, rng, self.keepers, self._copied)
         self.inputs = Inputs(
-            runs=self.runs, blobs=blobs, transfer=transfer, storage=storage, copies=self.copies,
-            rng=rng, deciding=self.deciding, spawn=self._spawn,
+            runs=self.runs, blobs=blobs, transfer=transfer, storage=storage,
+            replication=self.replication, rng=rng, deciding=self.deciding, spawn=self._spawn,
         )  # fmt: skip
         self._rpc = rpc
         self.members = members
@@ -117,19 +117,19 @@ class Home:
         self._unpublished: set[str] = set()
         self._published_at = 0.0
         self.reception = Reception(
-            home=self, runs=self.runs, journal=journal, blobs=blobs, outstanding=self.given,
-            company=self._company, copies=self.copies, counts=self.counts,
+            home=self, runs=self.runs, journal=journal, blobs=blobs, outstanding=self.outstanding,
+            company=self._company, replication=self.replication, counts=self.counts,
         )  # fmt: skip
         self.reception.serve(rpc)
         self.targets: Targets = (targets or Peers)(self)
         self.placements = Placements(
-            rpc=rpc, runs=self.runs, journal=journal, outstanding=self.given, losses=self.losses,
-            company=self._company, targets=self.targets, estimate=self.estimate,
+            rpc=rpc, runs=self.runs, journal=journal, outstanding=self.outstanding,
+            losses=self.losses, company=self._company, targets=self.targets, estimate=self.estimate,
             deciding=self.deciding, on_fenced=self._fenced, spawn=self._spawn,
         )  # fmt: skip
         self.dispatch = self.placements.dispatch
         around = HomeSurroundings(
-            rpc.me.id, members, blobs, self.given, self.targets, clock, lambda: self.closed
+            rpc.me.id, members, blobs, self.outstanding, self.targets, clock, lambda: self.closed
         )
         self._performer = Performer(
             runs=self.runs, journal=journal, surroundings=around, targets=self.targets,
@@ -215,7 +215,7 @@ class Home:
         run.note(NeverWritten())
         self._forget(run)
         me = self._rpc.me.id
-        keys = [key for key in self.given.to(me) if key.workflow == run.id]
+        keys = [key for key in self.outstanding.to(me) if key.workflow == run.id]
         if keys:
             self.targets.abort(run, me, keys)
         self.journal.keeping.abandon(run.id)
@@ -234,7 +234,7 @@ class Home:
             return
         self.counts["homes_lost"] += 1
         self._forget(run)
-        self.given.forget(workflow_id)
+        self.outstanding.forget(workflow_id)
         self._wake_waiters(workflow_id)
 
     def dropped(self, workflow_id: str) -> None:
@@ -289,7 +289,7 @@ class Home:
 
     def settle(self) -> None:
         """The other peers are known, or none answered for a while."""
-        self.given.settled = True
+        self.outstanding.settled = True
         self.targets.settle()
         for run in self.active():
             self._begin(run)
@@ -472,7 +472,7 @@ class Home:
     async def close(self) -> None:
         await self._delivery.close()
         await self.targets.close()
-        await self.copies.close()
+        await self.replication.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ..membership.members import Members, State
 from ..wire.messages import AttemptKey, Member
-from .outstanding import Given
+from .outstanding import Outstanding
 from .performer import Deciding
 from .runs import Runs
 
@@ -26,7 +26,7 @@ class Losses:
     def __init__(
         self,
         runs: Runs,
-        outstanding: Given,
+        outstanding: Outstanding,
         members: Members,
         deciding: Deciding,
         clock: Callable[[], float],

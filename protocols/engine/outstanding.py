@@ -24,7 +24,7 @@ CHECK_KEYS_MAX = 2000
 Lost = Callable[[list[tuple[AttemptKey, str]]], None]
 
 
-class Given:
+class Outstanding:
     def __init__(
         self, rpc: Rpc, members: Members, epoch: Callable[[str], int], on_lost: Lost
     ) -> None:

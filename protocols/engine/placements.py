@@ -22,7 +22,7 @@ from .dispatch import Dispatch
 from .gangs import Company
 from .journal import Journal
 from .losses import Losses
-from .outstanding import Given
+from .outstanding import Outstanding
 from .performer import Deciding
 from .run import FINAL, Run
 from .runs import Runs
@@ -41,7 +41,7 @@ class Placements:
         rpc: Rpc,
         runs: Runs,
         journal: Journal,
-        outstanding: Given,
+        outstanding: Outstanding,
         losses: Losses,
         company: Company,
         targets: Targets,

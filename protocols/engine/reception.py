@@ -38,8 +38,8 @@ from ..wire.messages import (
 from ..wire.rpc import Refused, Rpc
 from .gangs import Company
 from .journal import Journal
-from .outstanding import Given
-from .replication import Copies
+from .outstanding import Outstanding
+from .replication import Replication
 from .run import Run
 from .runs import Runs
 
@@ -74,9 +74,9 @@ class Reception:
         runs: Runs,
         journal: Journal,
         blobs: Blobs,
-        outstanding: Given,
+        outstanding: Outstanding,
         company: Company,
-        copies: Copies,
+        replication: Replication,
         counts: Counter[str],
     ) -> None:
         self.relay: Relay = _nowhere  # for outcomes of a task queue's workflows
@@ -87,7 +87,7 @@ class Reception:
         self._blobs = blobs
         self._outstanding = outstanding
         self._company = company
-        self._copies = copies
+        self._replication = replication
         self._counts = counts
 
     def serve(self, rpc: Rpc) -> None:
@@ -255,7 +255,7 @@ class Reception:
         committed = self._journal.is_over(workflow_id) or await self.is_committed(workflow_id)
         unwanted = set(run.unwanted(file.hash for file in files)) if committed else set()
         wanted = [file for file in files if file.hash not in unwanted]
-        return [*unwanted, *await self._copies.hand_on(peer, run, wanted)]
+        return [*unwanted, *await self._replication.hand_on(peer, run, wanted)]
 
     def _vacancy(self, sender: Contact, message: Vacancy) -> None:
         self._home.heard_of_room(sender.id, message.free)

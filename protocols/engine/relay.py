@@ -48,7 +48,7 @@ from ..wire.messages import (
 )
 from ..wire.rpc import CallFailed, Refused, Rpc
 from .outbox import size_bytes
-from .outstanding import Given
+from .outstanding import Outstanding
 
 log = logging.getLogger("valence.relay")
 
@@ -90,7 +90,9 @@ class Relay:
         self.exchange = exchange  # None: there is no queue
         self.reason = ""  # why the queue can't be reached
         self.settled = False  # before a peer knows the others, it takes itself for the master
-        self.given = Given(rpc, members, lambda id: self._epochs.get(id, 0), self._on_lost)
+        self.outstanding = Outstanding(
+            rpc, members, lambda id: self._epochs.get(id, 0), self._on_lost
+        )
         self._rpc = rpc
         self._members = members
         self._site = site
@@ -133,11 +135,11 @@ class Relay:
             if peer in self._told:
                 self._dead.add(peer)
             verb = "died" if new.state == State.DEAD else "left"
-            lost = [(k, f"its peer {peer.hex()[:8]} {verb}") for k in self.given.to(peer)]
+            lost = [(k, f"its peer {peer.hex()[:8]} {verb}") for k in self.outstanding.to(peer)]
             if lost:
                 self._on_lost(lost)
         elif old is not None and old.boot != new.boot:
-            self.given.doubt(new.contact.id)
+            self.outstanding.doubt(new.contact.id)
         self._wake.set()
 
     # ----------------------------------------------------------------- with the queue
@@ -212,7 +214,7 @@ class Relay:
         self._token = self._rng.getrandbits(62) + 1
         self._anew = True
         self._told = frozenset()
-        self.given.settled = True
+        self.outstanding.settled = True
         self.counts["offices"] += 1
 
     def _leave_office(self) -> None:
@@ -269,8 +271,8 @@ class Relay:
                 words = self._pilots.waiting_for(key) or "a peer has been found for it"
                 rows.setdefault(words[:2000], []).append(key)
                 left -= 1
-        for peer in self.given.peers():
-            keys = self.given.to(peer)[: max(0, left)]
+        for peer in self.outstanding.peers():
+            keys = self.outstanding.to(peer)[: max(0, left)]
             left -= len(keys)
             if keys:
                 rows[f"it was sent to peer {peer.hex()[:8]}"] = keys
@@ -288,21 +290,23 @@ class Relay:
                     return ()  # dead, or as good as dead
                 for key in answer.keys:
                     if (member.contact.id, key) not in self._outcomes:
-                        self.given.add(member.contact.id, key)
+                        self.outstanding.add(member.contact.id, key)
                 return tuple(answer.keys)
 
         answers = await asyncio.gather(*map(ask, pilots))
         held = dict.fromkeys(key for keys in answers for key in keys)
         held.update(dict.fromkeys(self._works))
         held.update(dict.fromkeys(key for _, key in self._outcomes))
-        for peer in self.given.peers():  # perhaps still on the way there; else it is asked about
-            held.update(dict.fromkeys(self.given.to(peer)))
+        for (
+            peer
+        ) in self.outstanding.peers():  # perhaps still on the way there; else it is asked about
+            held.update(dict.fromkeys(self.outstanding.to(peer)))
         return tuple(held)[:HELD_MAX]
 
     def _free(self) -> int:
         """The number of tasks that the site has capacity for, if they are like recent ones."""
         cores = sum(m.capacity.millicores for m in self._site.pilots()) / 1000
-        return max(1, round(cores / self._cores)) - len(self.given)
+        return max(1, round(cores / self._cores)) - len(self.outstanding)
 
     def _want(self) -> int:
         """The tasks that the site has capacity for, and those that it will begin before the next
@@ -392,8 +396,8 @@ class Relay:
             by_peer.setdefault(row.peer.id, (row.peer, []))[1].append(leased)
         for peer, works in by_peer.values():
             for work in works:
-                self.given.add(peer.id, work.key)
-                self.given.on_the_way.add(work.key)
+                self.outstanding.add(peer.id, work.key)
+                self.outstanding.on_the_way.add(work.key)
             self._tasks.spawn(self._commit(peer, works))
         if self._hungry():
             self._wake.set()
@@ -401,7 +405,7 @@ class Relay:
     async def _commit(self, peer: Contact, works: list[Work]) -> None:
         refused = await self._send(peer, works)
         again = [work for work in works if work.key in refused]
-        self.given.drop(peer.id, refused)
+        self.outstanding.drop(peer.id, refused)
         if again and self.in_office:
             for work in again:
                 self._works[work.key] = work
@@ -414,10 +418,10 @@ class Relay:
         except Refused as error:
             return dict.fromkeys((work.key for work in works), str(error))
         except CallFailed:
-            self.given.doubt(peer.id)  # the message may have arrived or not
+            self.outstanding.doubt(peer.id)  # the message may have arrived or not
             return {}
         finally:
-            self.given.on_the_way.difference_update(work.key for work in works)
+            self.outstanding.on_the_way.difference_update(work.key for work in works)
         return dict(answer.refused)
 
     def _on_lost(self, rows: list[tuple[AttemptKey, str]]) -> None:
@@ -425,18 +429,18 @@ class Relay:
         for key, reason in rows:
             if key not in ended:
                 self._lost[key] = reason
-        self.given.drop_anywhere(key for key, _ in rows)
+        self.outstanding.drop_anywhere(key for key, _ in rows)
         self._wake.set()
 
     def _end(self, keys: tuple[AttemptKey, ...]) -> None:
         self._pilots.withdraw(keys)
         for key in keys:
             self._unpull(key)
-        for peer in self.given.peers():
-            there = [key for key in keys if key in self.given.to(peer)]
+        for peer in self.outstanding.peers():
+            there = [key for key in keys if key in self.outstanding.to(peer)]
             contact = self._members.contact(peer)
             if there and contact is not None:
-                self.given.drop(peer, there)
+                self.outstanding.drop(peer, there)
                 epochs = tuple((w, self._epochs.get(w, 0)) for w in {k.workflow for k in there})
                 message = Abort(keys=tuple(there), reason="not needed", epochs=epochs)
                 self._tasks.spawn(self._call(contact, message))
@@ -459,7 +463,7 @@ class Relay:
 
     def _relayed(self, peer: bytes, ended: Outcome) -> asyncio.Future[bool]:
         """Done when the queue has the outcome, or this pilot is master no more."""
-        self.given.drop(peer, [ended.key])
+        self.outstanding.drop(peer, [ended.key])
         self._outcomes[peer, ended.key] = ended
         ack = self._acks.get((peer, ended.key))
         if ack is None or ack.done():

@@ -33,7 +33,7 @@ NEAR_BYTES_MIN = 256 * 1024  # smaller files are fetched from anywhere in no tim
 Staged = tuple[str, bytes, int]
 
 
-class Copies:
+class Replication:
     def __init__(
         self,
         rpc: Rpc,

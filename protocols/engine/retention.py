@@ -38,7 +38,7 @@ FindHome = Callable[[str], Awaitable[bytes | None]]
 HandOnHere = Callable[[bytes, str, tuple[File, ...]], Awaitable[list[bytes]]]
 
 
-class Holds:
+class Retention:
     def __init__(
         self,
         rpc: Rpc,

@@ -22,7 +22,7 @@ from ..wire.entries import InputReason, InputsStaged
 from ..wire.messages import File
 from .delivery import shown
 from .performer import Deciding
-from .replication import Copies, Staged
+from .replication import Replication, Staged
 from .run import Bringing, Run
 from .runs import Runs
 
@@ -52,7 +52,7 @@ class Inputs:
         blobs: Blobs,
         transfer: Transfer,
         storage: StorageElements | None,
-        copies: Copies,
+        replication: Replication,
         rng: random.Random,
         deciding: Deciding,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -61,7 +61,7 @@ class Inputs:
         self._blobs = blobs
         self._transfer = transfer
         self._storage = storage
-        self._copies = copies
+        self._replication = replication
         self._rng = rng
         self._deciding = deciding
         self._spawn = spawn
@@ -78,7 +78,7 @@ class Inputs:
         async for files, failed in stage.bring():
             if run.over:
                 break
-            rows = await self._copies.staged(run, files)
+            rows = await self._replication.staged(run, files)
             if not self._runs.is_active(run):
                 break
             with self._deciding(run) as decide:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..membership.members import Members
 from ..ports import Blobs
 from ..wire.messages import File
-from .outstanding import Given
+from .outstanding import Outstanding
 from .run import Run, TaskState
 from .targets import Targets
 from .work import deadline_at
@@ -23,7 +23,7 @@ class HomeSurroundings:
         me: bytes,
         members: Members,
         blobs: Blobs,
-        outstanding: Given,
+        outstanding: Outstanding,
         targets: Targets,
         clock: Callable[[], float],
         is_closed: Callable[[], bool],

@@ -19,8 +19,8 @@ from ..strategies.base import Strategy
 from ..tasks import Tasks
 from ..wire.messages import AttemptKey, File
 from .dispatch import Dispatch
-from .outstanding import Given
-from .replication import NEAR_BYTES_MIN, Copies
+from .outstanding import Outstanding
+from .replication import NEAR_BYTES_MIN, Replication
 from .run import Run, TaskState
 from .work import wire_needs
 
@@ -71,9 +71,9 @@ class Targets(Protocol):
 class Enacting(Protocol):
     """The home, as far as its targets need it."""
 
-    given: Given
+    outstanding: Outstanding
     dispatch: Dispatch
-    copies: Copies
+    replication: Replication
     members: Members
     blobs: Blobs
     transfer: Transfer
@@ -102,7 +102,7 @@ class Peers:
         self._waits_until = asyncio.get_running_loop().time() + RETURN_S
 
     def resume(self, run: Run) -> None:
-        outstanding, members = self._home.given, self._home.members
+        outstanding, members = self._home.outstanding, self._home.members
         for task in run.tasks.values():
             for attempt in task.attempts:
                 if attempt.state == "running" and task.state == "running":
@@ -130,13 +130,13 @@ class Peers:
         return {m.contact.id for m in here if not unmet(m.capacity, m.traits, needs)}
 
     def abort(self, run: Run, peer: bytes, keys: list[AttemptKey]) -> None:
-        self._home.given.drop(peer, keys)
+        self._home.outstanding.drop(peer, keys)
         contact = self._home.members.contact(peer)
         if contact is not None:
             self._tasks.spawn(self._home.dispatch.abort(contact, keys, (run.id, run.epoch)))
 
     def keep_twice(self, run: Run, changed: list[TaskState]) -> None:
-        self._home.copies.keep_twice(run, changed)
+        self._home.replication.keep_twice(run, changed)
 
     def called(self, peer: bytes) -> str:
         return peer.hex()

@@ -164,7 +164,7 @@ class Node:
         )
         if queue is not None:
             self.transfer.from_origin = self._from_queue
-        self.enactment.home.given.settled = True
+        self.enactment.home.outstanding.settled = True
         self.enactment.relay.settle()
 
     def start(self, parts: tuple[str, ...] = PARTS) -> None:
@@ -259,7 +259,7 @@ class Field:
         text = json.dumps(document(plan.kind, plan.tasks)).encode()
         home = queue.enactment.home
         await asyncio.sleep(5.0)
-        assert home.given.settled
+        assert home.outstanding.settled
         began = self._now()
         workflow_id, _ = await queue.enactment.gateway.submit(text, {}, "somebody", False)
         run = home.remembered(workflow_id)
