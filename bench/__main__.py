@@ -30,14 +30,18 @@ WORKS = {
 COSTS = ("messages", "bytes", "syncs", "wakeups", "cpu_us")
 
 
-def run(system: str, python: str, slots: int, *more: str) -> list[dict[str, Any]]:
+def run(
+    system: str, python: str, slots: int, *more: str, root: Path = HERE.parent
+) -> list[dict[str, Any]]:
     environment = {
         **os.environ,
+        "PYTHONPATH": str(root),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     done = subprocess.run(
-        [python, str(HERE / f"with_{system}.py"), str(slots), *more],
+        [python, str(root / "bench" / f"with_{system}.py"), str(slots), *more],
+        cwd=root,
         capture_output=True,
         text=True,
         env=environment,
@@ -96,6 +100,33 @@ def strategies(options: argparse.Namespace) -> dict[str, Any]:
     return {"slots": options.slots, "runs": options.runs, "seconds": best, "messages": messages}
 
 
+def before(options: argparse.Namespace) -> dict[str, Any]:
+    """The same works on another checkout and on this one, in turns; the best run of each counts."""
+    more = ["--strategy", options.strategies] if options.strategies else []
+    checkouts = {"before": Path(options.before).resolve(), "now": HERE.parent}
+    best: dict[str, dict[str, float]] = {work: {} for work in WORKS}
+    for turn in range(options.runs):
+        order = list(checkouts.items())
+        for name, root in order if turn % 2 else reversed(order):
+            print(f"run {turn + 1} of {options.runs}: {name}", file=sys.stderr, flush=True)
+            own = root / ".venv" / "bin" / "python"
+            python = str(own) if own.exists() else sys.executable
+            for row in run("valence", python, options.slots, *more, root=root):
+                if "seconds" in row:
+                    mine = best[row["work"]]
+                    mine[name] = min(mine.get(name, row["seconds"]), row["seconds"])
+    return {"slots": options.slots, "runs": options.runs, "seconds": best}
+
+
+def show_before(results: dict[str, Any], display: Display) -> None:
+    rows = []
+    for work, text in WORKS.items():
+        seconds = results["seconds"][work]
+        speeds = (_speed(work, seconds[name]) for name in ("before", "now"))
+        rows.append((text, *speeds, f"{seconds['before'] / seconds['now']:.2f} x"))
+    display.table(("WORK", "BEFORE", "NOW", "NOW / BEFORE"), rows)
+
+
 def show_strategies(results: dict[str, Any], display: Display) -> None:
     names = list(next(iter(results["seconds"].values())))
     rows = []
@@ -152,14 +183,18 @@ def main() -> int:
     parser.add_argument("--others", metavar="PYTHON", help="interpreter with dask and ray")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--strategies", help="compare these strategies of Valence instead")
+    parser.add_argument("--before", metavar="DIRECTORY", help="another checkout of Valence")
     options = parser.parse_args()
-    results = strategies(options) if options.strategies else compare(options)
+    measure, shown = compare, show
+    if options.before:
+        measure, shown = before, show_before
+    elif options.strategies:
+        measure, shown = strategies, show_strategies
+    results = measure(options)
     if options.json:
         print(json.dumps(results, indent=2))
-    elif options.strategies:
-        show_strategies(results, Display())
     else:
-        show(results, Display())
+        shown(results, Display())
     return 0
 
 
