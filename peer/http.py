@@ -1,7 +1,7 @@
-"""The HTTP door: authentication, limits, problem documents, and one handler per route.
+"""The HTTP server of a peer: authentication, limits, problem documents, and one handler per route.
 
-Nothing but `/healthz` is served without the token. Every error is an RFC 9457 problem document,
-whatever raised it; an unexpected one is logged here and told as 500 without its details.
+Only `/healthz` is served without a token. Every error becomes an RFC 9457 problem document,
+whatever raised it; an unexpected one is logged here and answered with 500, without its details.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = logging.getLogger("valence.http")
 
 STREAMS_MAX = 1000
 STREAMS_PER_OWNER_MAX = 100
-#: a document so long is one of few that an owner has in memory at a time
+#: of documents this long, one owner has only a few in memory at a time
 LONG_BYTES, LONG_AT_ONCE, LONG_WAIT_S = 64 * 1024, 4, 60.0
 EVENT_WAIT_S = 10.0
 WAIT_S_MAX = 10.0
-STALL_S = 60.0  # a body that does not come, an answer that is not read
+STALL_S = 60.0  # for a body that does not arrive, or an answer that is not read
 HEADER_BYTES_MAX = 16 * 1024
 KEY_CHARS_MAX = 200
 WORKFLOW_STATES = ("running", "succeeded", "failed", "cancelled")
@@ -94,9 +94,9 @@ class Http:
         self._transfer = transfer
         self._metrics = metrics
         self._tokens = tokens
-        self._asked = Rates(REQUESTS_PER_S, REQUESTS_BURST)
-        self._wrong = Rates(WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST)
-        self._doors: ConnectionLimits | None = None
+        self._request_rates = Rates(REQUESTS_PER_S, REQUESTS_BURST)
+        self._wrong_token_rates = Rates(WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST)
+        self._connections: ConnectionLimits | None = None
         self._requests_max = requests_max
         self._peer = peer
         self._blob_arrived = blob_arrived
@@ -105,7 +105,7 @@ class Http:
         self._open_by: Counter[str] = Counter()
         self._streams = 0
         self._streams_by: Counter[str] = Counter()  # by owner
-        self._long: dict[str, tuple[asyncio.Semaphore, int]] = {}  # by owner; how many use it
+        self._long: dict[str, tuple[asyncio.Semaphore, int]] = {}  # by owner; number of its users
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
@@ -127,100 +127,89 @@ class Http:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._doors = ConnectionLimits(server, self.counts)
+        self._connections = ConnectionLimits(server, self.counts)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._doors, host, port, backlog=1024)
+        self._server = await loop.create_server(self._connections, host, port, backlog=1024)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def add_routes(self, app: web.Application) -> None:
-        """For services that have more of them."""
+        """Overridden by services with more routes."""
 
     async def stop(self) -> None:
         self._stopping.set()
-        if self._doors is not None:
-            self._doors.close()
+        if self._connections is not None:
+            self._connections.close()
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # ----------------------------------------------------------------- the door
+    # ----------------------------------------------------------------- every request
 
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self._open += 1
-        assert self._doors is not None
-        self._doors.begin(request.protocol)
-        who = ""
+        assert self._connections is not None
+        self._connections.begin(request.protocol)
+        owner = ""
         try:
-            who = self._authorize(request)
-            if who:
-                self._open_by[who] += 1
-                if self._open > self._requests_max:
-                    raise ApiError(503, "too many requests are open here; try again soon")
-                if self._open_by[who] > max(1, self._requests_max // 2):
-                    raise ApiError(429, "you have too many requests open here")
+            owner = self._authorize(request)
+            if owner:
+                self._open_by[owner] += 1
+                self._check_open(owner)
             response = await handler(request)
-        except ApiError as problem:
-            response = _problem(problem)
-        except BlobError as error:
-            response = _problem(ApiError(error.status, str(error)))
-        except web.HTTPRequestEntityTooLarge:
-            limit = f"a document has at most {DOCUMENT_BYTES_MAX:,} bytes"
-            response = _problem(ApiError(413, limit))
-        except web.HTTPException as error:
-            what = f"{request.method} {request.path}: {error.reason}"
-            response = _problem(ApiError(error.status, what))
-            if "Allow" in error.headers:
-                response.headers["Allow"] = error.headers["Allow"]
-        except (ConnectionResetError, asyncio.CancelledError):
+        except ConnectionResetError:
             raise
-        except TimeoutError:
-            response = _problem(ApiError(408, f"nothing came for {STALL_S:g} s"))
-        except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
-            response = _problem(ApiError(400, f"the body can't be read: {error}"))
-        except Exception:
-            log.exception("%s %s", request.method, request.path)
-            response = _problem(ApiError(500, "an error in the peer; its log says more"))
+        except Exception as error:
+            response = _error_response(error, request)
         finally:
             self._open -= 1
-            if who:
-                self._open_by[who] -= 1
-                if not self._open_by[who]:
-                    del self._open_by[who]
-            self._doors.end(request.protocol)
+            if owner:
+                _subtract_one(self._open_by, owner)
+            self._connections.end(request.protocol)
         self.counts[str(response.status)] += 1
         return response
 
-    def _authorize(self, request: web.Request) -> str:
-        """By the route's scope; and neither who guesses nor who asks too fast is served.
+    def _check_open(self, owner: str) -> None:
+        if self._open > self._requests_max:
+            text = f"this peer has {self._requests_max} requests open, its limit"
+            raise ApiError(503, f"{text}; try again in a moment, or ask another peer")
+        limit = max(1, self._requests_max // 2)
+        if self._open_by[owner] > limit:
+            text = f"you have {limit} requests open at this peer, the limit for one owner"
+            raise ApiError(429, f"{text}; wait until some are done, or ask another peer")
 
-        Whose token it is, for limits; empty where none is needed."""
+    def _authorize(self, request: web.Request) -> str:
+        """Check the token against the route's scope; refuse guesses and too many requests.
+
+        Returns the token's owner, to whom the limits apply; empty where no token is needed."""
         scope = self.scopes.get(getattr(request.match_info.handler, "__name__", ""), "read")
         if scope == "open":
             return ""
         now = asyncio.get_running_loop().time()
-        given = request.headers.get("Authorization", "")
-        scheme, _, token = given.partition(" ")
-        how = "send `Authorization: Bearer <token>`; `valence token` prints it"
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        advice = "send `Authorization: Bearer <token>` (`valence token` prints one)"
         if scheme.lower() != "bearer":
-            raise ApiError(401, how)
+            raise ApiError(401, f"this request has no token: {advice}")
         try:
             grant = self._tokens.check(token.strip())
         except BadToken as error:
-            if not self._wrong.take(request.remote or "", now):
-                raise ApiError(429, "too many wrong tokens from your address; wait") from None
-            raise ApiError(401, f"{error}: {how}") from None
-        who = grant.owner  # however many tokens one has
-        if not self._asked.take(who, now):
-            raise ApiError(429, f"more than {REQUESTS_PER_S:g} requests a second with this token")
+            if not self._wrong_token_rates.take(request.remote or "", now):
+                text = "too many invalid tokens from your address; wait a few seconds"
+                raise ApiError(429, text) from None
+            raise ApiError(401, f"{error}: {advice}") from None
+        owner = grant.owner  # one limit, however many tokens the owner has
+        if not self._request_rates.take(owner, now):
+            text = f"too many requests: one owner may send {REQUESTS_PER_S:g} a second"
+            raise ApiError(429, f"{text}; wait a moment")
         pilots = getattr(request.match_info.handler, "__name__", "") in self.for_pilots
         if not grant.may(scope, pilots):
-            raise ApiError(403, f"this token may only {grant.scope}; {scope} is needed for this")
+            text = f"this needs a token with scope `{scope}`, and yours has `{grant.scope}`"
+            raise ApiError(403, f"{text}; ask an admin of the cluster for one")
         request[_GRANT] = grant
-        return who
+        return owner
 
     # ----------------------------------------------------------------- the peer
 
@@ -243,33 +232,22 @@ class Http:
         if kind not in ("application/octet-stream", "text/plain") and not kind.endswith(
             ("json", "yaml")
         ):
-            raise ApiError(415, f"send application/yaml or application/json, not {kind}")
-        options: dict[str, Any] = {}
-        for name in ("time_scale", "size_scale"):
-            if name in request.query:
-                options[name] = _number(request, name)
-        if "strategy" in request.query:
-            options["strategy"] = strategy = request.query["strategy"]
-            if strategy not in names():
-                raise ApiError(400, f"strategy is one of {', '.join(names())}")
-        key = request.headers.get("Idempotency-Key")
-        if key is not None:
-            if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
-                raise ApiError(400, f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} plain characters")
-            options["idempotency"] = key
+            text = f"unsupported Content-Type {kind}"
+            raise ApiError(415, f"{text}: send application/yaml or application/json")
+        options = _submit_options(request)
         wait = _wait(request)
         owner = request[_GRANT].owner
-        async with self._long_ones(request, owner):
+        async with self._turn_if_long(request, owner):
             async with asyncio.timeout(STALL_S):
-                text = await request.read()
-            id, new = await self._gateway.submit(text, options, owner, bool(wait))
-        view = await self._gateway.ask_raw(_sees(request), id, "workflow", **wait)
-        return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{id}"})
+                body = await request.read()
+            workflow_id, new = await self._gateway.submit(body, options, owner, bool(wait))
+        view = await self._gateway.ask_raw(_sees(request), workflow_id, "workflow", **wait)
+        return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{workflow_id}"})
 
     @contextlib.asynccontextmanager
-    async def _long_ones(self, request: web.Request, owner: str) -> AsyncIterator[None]:
-        """Of long documents one owner has a few in memory at a time; the others wait at the other
-        end of their connections."""
+    async def _turn_if_long(self, request: web.Request, owner: str) -> AsyncIterator[None]:
+        """One owner has a few long documents in memory at a time; the others are not read yet, and
+        wait at the client's end of the connection."""
         if (request.content_length or LONG_BYTES) < LONG_BYTES:
             yield
             return
@@ -280,7 +258,9 @@ class Http:
                 async with asyncio.timeout(LONG_WAIT_S):
                     await turns.acquire()
             except TimeoutError:
-                raise ApiError(503, "you are submitting too many long documents at once") from None
+                size = f"of {LONG_BYTES // 1024} KiB or more"
+                text = f"you are submitting more than {LONG_AT_ONCE} documents {size} at once"
+                raise ApiError(503, f"{text}; try again in a moment") from None
             try:
                 yield
             finally:
@@ -293,17 +273,17 @@ class Http:
     async def _workflows(self, request: web.Request) -> web.Response:
         before = request.query.get("before", "")
         if before and not re.fullmatch(r"\d{1,12}(\.\d{1,9})?,\w{1,40}", before):
-            raise ApiError(400, "before: pass the `next` of the page before")
+            raise ApiError(400, "before: pass the `next` of the previous page")
         limit = _integer(request, "limit", 100, 1, 1000)
         state = request.query.get("state", "")
         if state and state not in WORKFLOW_STATES:
-            raise ApiError(400, f"state: one of {', '.join(WORKFLOW_STATES)}")
+            raise ApiError(400, f"state: expected one of {', '.join(WORKFLOW_STATES)}")
         return _json(await self._gateway.workflows(_sees(request), before, limit, state))
 
     async def _workflow(self, request: web.Request) -> web.Response:
         wait = _wait(request)
-        found = await self._gateway.ask_raw(_sees(request), _id(request), "workflow", **wait)
-        return _json(found)
+        view = await self._gateway.ask_raw(_sees(request), _id(request), "workflow", **wait)
+        return _json(view)
 
     async def _values(self, request: web.Request) -> web.Response:
         start = _integer(request, "start", 0, 0, 10**9)
@@ -312,16 +292,16 @@ class Http:
         )
 
     async def _value(self, request: web.Request) -> web.StreamResponse:
-        """As the call returned it: JSON, or a pickle."""
+        """The value that a call returned: JSON, or a pickle."""
         task = request.match_info["task"]
-        found = await self._gateway.ask(_sees(request), _id(request), "value", task=task)
-        kind = "application/json" if found["encoding"] == "json" else "application/octet-stream"
-        headers = {"X-Valence-Encoding": found["encoding"], "Content-Type": kind}
-        if found["file"] is None:
+        value = await self._gateway.ask(_sees(request), _id(request), "value", task=task)
+        kind = "application/json" if value["encoding"] == "json" else "application/octet-stream"
+        headers = {"X-Valence-Encoding": value["encoding"], "Content-Type": kind}
+        if value["file"] is None:
             headers["X-Content-Type-Options"] = "nosniff"
-            return web.Response(body=bytes.fromhex(found["data"]), headers=headers)
-        kept = found["file"]
-        file = _file("value", kept["hash"], kept["size"], kept["holders"])
+            return web.Response(body=bytes.fromhex(value["data"]), headers=headers)
+        row = value["file"]
+        file = _file("value", row["hash"], row["size"], row["holders"])
         return await self._serve(request, file, headers)
 
     async def _tasks(self, request: web.Request) -> web.Response:
@@ -344,24 +324,24 @@ class Http:
         number = None
         if "attempt" in request.query:
             number = _integer(request, "attempt", 0, 1, 2**31)
-        found = await self._gateway.ask(
+        log_view = await self._gateway.ask(
             _sees(request), _id(request), "log", task=request.match_info["task"], attempt=number
         )
         headers = {
-            "X-Valence-Attempt": str(found["attempt"]),
-            "X-Valence-Peer": found["peer"],
-            "X-Valence-Truncated": "yes" if found["truncated"] else "no",
+            "X-Valence-Attempt": str(log_view["attempt"]),
+            "X-Valence-Peer": log_view["peer"],
+            "X-Valence-Truncated": "yes" if log_view["truncated"] else "no",
         }
-        if found["file"] is None:
-            return web.Response(text=found["text"], content_type="text/plain", headers=headers)
-        hash, size, holders = found["file"]
-        file = _file("log", hash, size, holders)
+        if log_view["file"] is None:
+            return web.Response(text=log_view["text"], content_type="text/plain", headers=headers)
+        digest, size, holders = log_view["file"]
+        file = _file("log", digest, size, holders)
         try:
             text = b"".join([part async for part in self._transfer.read(file, 0, size)])
         except BlobError:
-            # the peer that ran it is gone, and the whole log with it: what travelled is left
+            # the peer that ran it is gone with the whole log; its end travelled with the outcome
             headers["X-Valence-Truncated"] = "beginning lost with its peer"
-            return web.Response(text=found["text"], content_type="text/plain", headers=headers)
+            return web.Response(text=log_view["text"], content_type="text/plain", headers=headers)
         whole = text.decode("utf-8", "replace")
         return web.Response(text=whole, content_type="text/plain", headers=headers)
 
@@ -374,46 +354,42 @@ class Http:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        found = await self._gateway.ask(_sees(request), _id(request), "file", name=name)
-        file = _file(name, found["hash"], found["size"], found["holders"])
+        row = await self._gateway.ask(_sees(request), _id(request), "file", name=name)
+        file = _file(name, row["hash"], row["size"], row["holders"])
         return await self._serve(request, file)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        last = request.headers.get("Last-Event-ID") or request.query.get("after") or ""
-        position = (-1, -1)
-        if last:
-            match = _EVENT.fullmatch(last)
-            if match is None:
-                raise ApiError(400, "Last-Event-ID: the id of an event, such as 12.0")
-            position = int(match[1]), int(match[2])
-        mine = request[_GRANT].owner
-        if self._streams >= STREAMS_MAX:
-            raise ApiError(503, "too many event streams are open here")
-        if self._streams_by[mine] >= STREAMS_PER_OWNER_MAX:
-            most = f"{STREAMS_PER_OWNER_MAX} event streams"
-            raise ApiError(429, f"you have {most} open here already; ask another peer, or poll")
-        id = _id(request)
-        owner = _sees(request)
-        page = await self._gateway.ask(owner, id, "events", after=position, wait_s=0)
+        position = _event_position(request)
+        owner = request[_GRANT].owner
+        self._check_streams(owner)
+        workflow_id = _id(request)
+        sees = _sees(request)
+        page = await self._gateway.ask(sees, workflow_id, "events", after=position, wait_s=0)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         self._streams += 1
-        self._streams_by[mine] += 1
+        self._streams_by[owner] += 1
         try:
             await response.prepare(request)
-            await self._stream(response, (owner, id), position, page)
-        except ApiError as problem:  # the home went away: the client begins again where it was
+            await self._stream(response, (sees, workflow_id), position, page)
+        except ApiError as problem:  # the home is gone: the client resumes where the stream ended
             note = json.dumps({"type": "interrupted", "reason": problem.detail})
             await response.write(f"event: interrupted\ndata: {note}\n\n".encode())
         except ConnectionResetError:
-            pass  # who read it has gone
+            pass  # the client has disconnected
         finally:
             self._streams -= 1
-            self._streams_by[mine] -= 1
-            if not self._streams_by[mine]:
-                del self._streams_by[mine]
+            _subtract_one(self._streams_by, owner)
         return response
+
+    def _check_streams(self, owner: str) -> None:
+        if self._streams >= STREAMS_MAX:
+            text = f"this peer has {STREAMS_MAX} event streams open, its limit"
+            raise ApiError(503, f"{text}; ask another peer, or poll")
+        if self._streams_by[owner] >= STREAMS_PER_OWNER_MAX:
+            text = f"you have {STREAMS_PER_OWNER_MAX} event streams open at this peer, the limit"
+            raise ApiError(429, f"{text}; ask another peer, or poll")
 
     async def _stream(
         self,
@@ -429,7 +405,7 @@ class Http:
                 position = int(first), int(second)
                 data = json.dumps(event, ensure_ascii=False)
                 text.append(f"id: {event['id']}\nevent: {event['type']}\ndata: {data}\n\n")
-            # a comment now and then shows both sides that the other is there
+            # a comment now and then shows each side that the other is still connected
             await response.write("".join(text).encode() or b": waiting\n\n")
             if page["over"] or self._stopping.is_set():
                 return
@@ -438,43 +414,43 @@ class Http:
     # ----------------------------------------------------------------- blobs
 
     async def _put_blob(self, request: web.Request) -> web.Response:
-        hash = _hash(request)
-        known = self._blobs.size(hash)
+        digest = _digest(request)
+        known = self._blobs.size(digest)
         hold = _upload_of(request[_GRANT].owner)
         cache = self._blobs.cache
-        if known is not None and hold not in cache.holds(hash):
+        if known is not None and hold not in cache.holds(digest):
             cache.check_upload(hold, known)
         if known is not None:
             await request.release()
-            self._blobs.touch(hash)
-            self._blobs.hold(hash, hold)
-            self._blob_arrived(hash)
-            return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=known))
+            self._blobs.touch(digest)
+            self._blobs.hold(digest, hold)
+            self._blob_arrived(digest)
+            return _json(views.BlobView(hash=f"sha256:{digest.hex()}", size=known))
         announced = request.content_length
         with cache.uploading(hold, announced or 0) as grow:
-            size = await self._blobs.receive(_counted(request, grow), hash, announced, hold)
-        await self._transfer.announce(hash)
-        self._blob_arrived(hash)
-        return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=size), 201)
+            size = await self._blobs.receive(_counted(request, grow), digest, announced, hold)
+        await self._transfer.announce(digest)
+        self._blob_arrived(digest)
+        return _json(views.BlobView(hash=f"sha256:{digest.hex()}", size=size), 201)
 
     async def _delete_blob(self, request: web.Request) -> web.Response:
-        hash = _hash(request)
+        digest = _digest(request)
         grant = request[_GRANT]
-        size = self._blobs.size(hash) or 0
-        if not self._blobs.delete(hash, None if not grant.sees else _upload_of(grant.owner)):
-            raise ApiError(404, "you have uploaded no such file to this peer")
-        return _json(views.BlobView(hash=f"sha256:{hash.hex()}", size=size))
+        size = self._blobs.size(digest) or 0
+        if not self._blobs.delete(digest, None if not grant.sees else _upload_of(grant.owner)):
+            raise ApiError(404, f"you have not uploaded sha256:{digest.hex()} to this peer")
+        return _json(views.BlobView(hash=f"sha256:{digest.hex()}", size=size))
 
     async def _get_blob(self, request: web.Request) -> web.StreamResponse:
-        hash = _hash(request)
-        size = self._blobs.size(hash)
+        digest = _digest(request)
+        size = self._blobs.size(digest)
         holders: list[bytes] = []
         if size is None:
-            holders = await self._transfer.find(hash)
-            size = await self._transfer.size(hash, holders)
+            holders = await self._transfer.find(digest)
+            size = await self._transfer.size(digest, holders)
         if size is None:
-            raise ApiError(404, f"nobody is known to hold sha256:{hash.hex()}")
-        name = hash.hex()
+            raise ApiError(404, f"no known peer holds sha256:{digest.hex()}")
+        name = digest.hex()
         return await self._serve(request, _file(name, name, size, [h.hex() for h in holders]))
 
     async def _serve(
@@ -496,8 +472,8 @@ class Http:
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
         parts = self._transfer.read(file, start, end)
-        # the first part before the first header: a file that nobody can give is an error, not a
-        # success that breaks off
+        # the first part before the first header: a file that no peer can send is an error, and not
+        # a success that breaks off
         first = await anext(parts, b"")
         response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
@@ -508,17 +484,78 @@ class Http:
                 async with asyncio.timeout(STALL_S):
                     await response.write(part)
         except (BlobError, OSError, TimeoutError) as error:
-            # half a body is out: the only honest end is to break off
-            log.warning("%s broke off: %s", request.path, error)
+            # half of the body is sent: closing the connection is the only way to tell the client
+            log.warning("GET %s was cut short: %s", request.path, str(error) or "timeout")
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError from None
         return response
 
 
+def _subtract_one(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]
+
+
+def _submit_options(request: web.Request) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name in ("time_scale", "size_scale"):
+        if name in request.query:
+            options[name] = _number(request, name)
+    if "strategy" in request.query:
+        options["strategy"] = strategy = request.query["strategy"]
+        if strategy not in names():
+            raise ApiError(400, f"strategy: expected one of {', '.join(names())}")
+    key = request.headers.get("Idempotency-Key")
+    if key is not None:
+        if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
+            text = f"expected 1 to {KEY_CHARS_MAX} printable ASCII characters"
+            raise ApiError(400, f"Idempotency-Key: {text}")
+        options["idempotency"] = key
+    return options
+
+
+def _event_position(request: web.Request) -> tuple[int, int]:
+    last = request.headers.get("Last-Event-ID") or request.query.get("after") or ""
+    if not last:
+        return -1, -1
+    match = _EVENT.fullmatch(last)
+    if match is None:
+        raise ApiError(400, "Last-Event-ID: expected the id of an event, such as 12.0")
+    return int(match[1]), int(match[2])
+
+
 def _upload_of(owner: str) -> str:
-    """Under which name a file is held for who brought it."""
+    """The name that keeps an uploaded file for its owner."""
     return f"{OWN}-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
+
+
+def _error_response(error: Exception, request: web.Request) -> web.Response:
+    response = _problem(_as_problem(error, request))
+    if isinstance(error, web.HTTPException) and "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def _as_problem(error: Exception, request: web.Request) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case BlobError():
+            return ApiError(error.status, str(error))
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"the body is too large: at most {DOCUMENT_BYTES_MAX:,} bytes")
+        case web.HTTPException():
+            text = f"{request.method} {request.path}: {error.reason}"
+            return ApiError(error.status, f"{text}; `/openapi.json` lists the routes")
+        case TimeoutError():
+            return ApiError(408, f"the request timed out: no data for {STALL_S:g} s; send it again")
+        case web.RequestPayloadError() | http_exceptions.HttpProcessingError():
+            return ApiError(400, f"the request's body can't be read: {error}")
+        case _:
+            log.exception("%s %s failed", request.method, request.path)
+            return ApiError(500, "internal error of this peer; its log has the details")
 
 
 def _problem(problem: ApiError) -> web.Response:
@@ -550,22 +587,22 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 def _sees(request: web.Request) -> str:
-    """Whose workflows the asker may see; empty: all."""
+    """The owner whose workflows this request may see; empty: all owners."""
     grant: Access = request[_GRANT]
     return grant.sees
 
 
 def _id(request: web.Request) -> str:
-    id = request.match_info["id"]
-    if not re.fullmatch(r"\w{1,40}", id):
-        raise ApiError(404, "there is no such workflow")
-    return id
+    workflow_id = request.match_info["id"]
+    if not re.fullmatch(r"\w{1,40}", workflow_id):
+        raise ApiError(404, "there is no such workflow; `/v1/workflows` lists yours")
+    return workflow_id
 
 
-def _hash(request: web.Request) -> bytes:
+def _digest(request: web.Request) -> bytes:
     match = _HASH.fullmatch(request.match_info["hash"])
     if match is None:
-        raise ApiError(400, "a blob is named sha256: and 64 hexadecimal digits")
+        raise ApiError(400, "blob name: expected `sha256:` and 64 lower-case hexadecimal digits")
     return bytes.fromhex(match[1])
 
 
@@ -574,7 +611,7 @@ def _integer(request: web.Request, name: str, default: int, low: int, high: int)
     if text is None:
         return default
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
-        raise ApiError(400, f"{name}: a number from {low} to {high} is expected")
+        raise ApiError(400, f"{name}: expected a whole number from {low:,} to {high:,}")
     return int(text)
 
 
@@ -591,24 +628,24 @@ def _number(request: web.Request, name: str) -> float:
             return value
     except ValueError:
         pass
-    raise ApiError(400, f"{name}: a number from 0 to 1,000,000 is expected")
+    raise ApiError(400, f"{name}: expected a number from 0 to 1,000,000")
 
 
 def _range(request: web.Request, size: int) -> tuple[int, int]:
     try:
         part = request.http_range
     except ValueError:
-        raise ApiError(416, "one range of bytes is expected, such as bytes=0-99") from None
+        raise ApiError(416, "Range: expected one range of bytes, such as bytes=0-99") from None
     start, stop, _ = part.indices(size)
     if start >= stop:
-        raise ApiError(416, f"the file has {size} bytes")
+        raise ApiError(416, f"the range is outside the file, which has {size:,} bytes")
     return start, stop
 
 
-def _file(name: str, hash: str, size: int, holders: list[str]) -> File:
+def _file(name: str, digest: str, size: int, holders: list[str]) -> File:
     return File(
         name=name,
-        hash=bytes.fromhex(hash),
+        hash=bytes.fromhex(digest),
         size=size,
         holders=tuple(bytes.fromhex(h) for h in holders)[:16],
     )

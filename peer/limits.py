@@ -1,7 +1,7 @@
-"""Limits at the HTTP door: how many connections, how long idle, how often.
+"""Limits of the HTTP server: number of connections, idle time, request rate.
 
-A connection that says nothing is closed; one address can't take all of them; who guesses tokens
-waits; who asks too fast is told when to come back. All tables are bounded.
+An idle connection is closed; one address can't take all connections; an address that guesses tokens
+has to wait; a client that sends too many requests is told when to retry. All tables are bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 CONNECTIONS_MAX = 4000
 CONNECTIONS_PER_ADDRESS_MAX = 1500
-FIRST_REQUEST_S = 15.0  # to send a whole first request's head
+FIRST_REQUEST_S = 15.0  # to send the whole head of the first request
 IDLE_S = 75.0  # between requests
 SWEEP_S = 5.0
 BUCKETS_MAX = 10_000
@@ -44,7 +44,7 @@ class Rates:
         return bucket
 
     def take(self, name: str, now: float) -> bool:
-        """One of its share; False if that is used up."""
+        """Take one token from the bucket of this name; False if it is empty."""
         bucket = self._filled(name, now)
         if bucket.left < 1:
             return False
@@ -52,11 +52,11 @@ class Rates:
         return True
 
 
-class _Door(asyncio.Protocol):
-    """One connection: passes everything on, and can be shut."""
+class _Connection(asyncio.Protocol):
+    """One connection: passes everything on to the inner protocol, and can be closed."""
 
-    def __init__(self, doors: ConnectionLimits, inner: asyncio.Protocol) -> None:
-        self._doors = doors
+    def __init__(self, limits: ConnectionLimits, inner: asyncio.Protocol) -> None:
+        self._limits = limits
         self._inner = inner
         self.transport: asyncio.Transport | None = None
         self.address = ""
@@ -68,14 +68,14 @@ class _Door(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
-        if not self._doors.admit(self):
+        if not self._limits.admit(self):
             self.transport.abort()  # type: ignore[union-attr]
             self._inner = asyncio.Protocol()
             return
         self._inner.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._doors.gone(self)
+        self._limits.gone(self)
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -92,59 +92,63 @@ class _Door(asyncio.Protocol):
 
 
 class ConnectionLimits:
-    """All connections of one listening socket."""
+    """The connections of one listening socket, their number and their idle times."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], counts: Counter[str]) -> None:
         self._make = make
         self._counts = counts
-        self._open: dict[asyncio.BaseProtocol | None, _Door] = {}
+        self._open: dict[asyncio.BaseProtocol | None, _Connection] = {}
         self._by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __call__(self) -> asyncio.Protocol:
-        return _Door(self, self._make())
+        return _Connection(self, self._make())
 
-    def admit(self, door: _Door) -> bool:
-        mine = self._by_address[door.address]
-        if len(self._open) >= CONNECTIONS_MAX or mine >= CONNECTIONS_PER_ADDRESS_MAX:
+    def admit(self, connection: _Connection) -> bool:
+        from_address = self._by_address[connection.address]
+        if len(self._open) >= CONNECTIONS_MAX or from_address >= CONNECTIONS_PER_ADDRESS_MAX:
             self._counts["connections_refused"] += 1
             return False
-        self._open[door._inner] = door
-        self._by_address[door.address] += 1
+        self._open[connection._inner] = connection
+        self._by_address[connection.address] += 1
         loop = asyncio.get_running_loop()
-        door.idle_since = loop.time()
+        connection.idle_since = loop.time()
         if self._timer is None and not self._closed:
             self._timer = loop.call_later(SWEEP_S, self._sweep)
         return True
 
-    def gone(self, door: _Door) -> None:
-        if self._open.pop(door._inner, None) is not None:
-            self._by_address[door.address] -= 1
-            if not self._by_address[door.address]:
-                del self._by_address[door.address]
+    def gone(self, connection: _Connection) -> None:
+        if self._open.pop(connection._inner, None) is not None:
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
 
     def begin(self, inner: asyncio.BaseProtocol | None) -> None:
-        """A request's head has come whole: it may take its time now."""
-        door = self._open.get(inner)
-        if door is not None:
-            door.serving += 1
-            door.served = True
+        """The head of a request is complete: from here on it may take its time."""
+        connection = self._open.get(inner)
+        if connection is not None:
+            connection.serving += 1
+            connection.served = True
 
     def end(self, inner: asyncio.BaseProtocol | None) -> None:
-        door = self._open.get(inner)
-        if door is not None:
-            door.serving -= 1
-            door.idle_since = asyncio.get_running_loop().time()
+        connection = self._open.get(inner)
+        if connection is not None:
+            connection.serving -= 1
+            connection.idle_since = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for door in list(self._open.values()):
-            limit_s = IDLE_S if door.served else FIRST_REQUEST_S
-            if not door.serving and now - door.idle_since > limit_s and door.transport is not None:
+        for connection in list(self._open.values()):
+            limit_s = IDLE_S if connection.served else FIRST_REQUEST_S
+            if (
+                not connection.serving
+                and now - connection.idle_since > limit_s
+                and connection.transport is not None
+            ):
                 self._counts["connections_idle_closed"] += 1
-                door.transport.abort()
+                connection.transport.abort()
         again = bool(self._open) and not self._closed
         self._timer = loop.call_later(SWEEP_S, self._sweep) if again else None
 

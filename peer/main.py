@@ -1,4 +1,4 @@
-"""Start one peer in this process: its nursery first, while there are no threads, then the loop."""
+"""Starts one peer in this process: first its nursery, while there are no threads, then its loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import resource
+import socket
 import sqlite3
 import sys
 
@@ -27,14 +28,14 @@ LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
 class _Plain(logging.Formatter):
-    """A log ends on terminals, too, and names what users wrote."""
+    """Logs end up on terminals, and quote text from users: control characters are made visible."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
 
 
 def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
-    """Until it is told to leave; the exit code."""
+    """Run until the peer is told to leave; returns the exit code."""
     logging.basicConfig(
         level=logging.ERROR if settings.quiet else logging.INFO,
         stream=sys.stderr,
@@ -45,11 +46,11 @@ def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     os.umask(0o077)
     _allow_many_files()
-    # What a workflow is made of lives long and has no cycles: to walk all of it after every few
-    # hundred new objects, as the default is, costs more than it ever frees.
+    # The objects of a workflow live long and have no cycles: to walk all of them after every few
+    # hundred new ones, as is the default, costs more than it ever frees.
     gc.set_threshold(20_000, 20, 200)
-    # The database's thread asks for the interpreter between any two statements; while the loop is
-    # busy it would wait the default of 5 ms each time.
+    # The database's thread needs the interpreter between any two statements; while the loop is
+    # busy, it would wait the default of 5 ms each time.
     sys.setswitchinterval(0.0005)
     channel, _ = nursery.start(apart=kind.runs_tasks and os.geteuid() == 0)
     try:
@@ -66,20 +67,30 @@ def run(settings: Settings, kind: type[Daemon] = Daemon) -> int:
 
 
 def _why_not(error: Exception, settings: Settings) -> str:
-    """Why it did not start, and what to do about it."""
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        found = re.search(r"(\d+)\)", str(error))
-        port = f"port {found[1]}" if found else "its port"
-        return f"{port} is already in use (choose another with --port or --http-port)"
+    """Why the peer did not start, and what to do about it."""
+    if isinstance(error, socket.gaierror):
+        flags = "`--host`, `--http-host` and `--advertise`"
+        return f"can't resolve the address to listen on or to advertise (check {flags})"
+    if isinstance(error, OSError):
+        if error.errno == errno.EADDRINUSE:
+            return _port_in_use(error, settings)
+        reason = (error.strerror or str(error)).lower()
+        return f"can't start: {f'{error.filename}: ' if error.filename else ''}{reason}"
     if isinstance(error, sqlite3.Error):
-        return f"it can't use its database in {settings.data}: {error}"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"it can't use {error.filename}: {(error.strerror or str(error)).lower()}"
-    return f"it can't start: {error}"
+        return f"can't use the database in {settings.data}: {error} (choose another with `--data`)"
+    return f"can't start: {error}"
+
+
+def _port_in_use(error: OSError, settings: Settings) -> str:
+    match = re.search(r"(\d+)\)", str(error))
+    port = int(match[1]) if match else settings.port  # without a number, it is the datagrams' port
+    flag = "--http-port" if port == settings.http_port else "--port"
+    return f"port {port} is already in use (choose another with `{flag}`)"
 
 
 def _allow_many_files() -> None:
-    """A thousand connections must not keep a peer from opening a file. (Tasks get fewer.)"""
+    """Raise the limit of open files, so that a thousand connections leave some for files. (Tasks
+    get a lower limit.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(FILES_MAX, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

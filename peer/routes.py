@@ -1,4 +1,4 @@
-"""The routes as data: what the router serves and what `/openapi.json` says are the same table."""
+"""The table of HTTP routes, from which the router and `/openapi.json` are both made."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Route:
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
     body: str = ""
-    scope: str = "read"  # what a token needs for it; "open": no token at all
+    scope: str = "read"  # that a token needs for it; "open": no token at all
     errors: tuple[int, ...] = ()
 
 
-_LIMIT = Parameter("limit", "how many at most", type="integer")
-_WAIT = Parameter("wait", "seconds to wait for its end before answering", type="number")
+_LIMIT = Parameter("limit", "maximum number of rows in the answer", type="integer")
+_WAIT = Parameter("wait", "seconds to wait for the workflow to end before answering", type="number")
 
 ROUTES = (
-    Route("GET", "/healthz", "healthz", "Is this peer up?", views.Health, scope="open"),
+    Route("GET", "/healthz", "healthz", "Health check of this peer.", views.Health, scope="open"),
     Route("GET", "/metrics", "metrics_text", "Prometheus metrics.", "text/plain"),
     Route("GET", "/openapi.json", "openapi", "This document.", "application/json"),
-    Route("GET", "/v1/peers", "peers", "All peers this one knows of.", views.PeerList),
+    Route("GET", "/v1/peers", "peers", "All peers that this peer knows.", views.PeerList),
     Route(
         "POST",
         "/v1/workflows",
@@ -53,10 +53,12 @@ ROUTES = (
         views.WorkflowView,
         status=201,
         parameters=(
-            Parameter("Idempotency-Key", "repeats with the same key submit once", "header"),
-            Parameter("time_scale", "of a WfFormat instance", type="number"),
-            Parameter("size_scale", "of a WfFormat instance", type="number"),
-            Parameter("strategy", "how its tasks find peers, instead of what it says itself"),
+            Parameter(
+                "Idempotency-Key", "requests with the same key submit one workflow", "header"
+            ),
+            Parameter("time_scale", "factor for run times, of a WfFormat instance", type="number"),
+            Parameter("size_scale", "factor for file sizes, of a WfFormat instance", type="number"),
+            Parameter("strategy", "how its tasks find peers; overrides the document's own"),
             _WAIT,
         ),
         body="workflow",
@@ -71,8 +73,8 @@ ROUTES = (
         views.WorkflowPage,
         parameters=(
             _LIMIT,
-            Parameter("before", "`next` of the page before"),
-            Parameter("state", "only those in this state"),
+            Parameter("before", "`next` of the previous page"),
+            Parameter("state", "only workflows in this state"),
         ),
         errors=(400,),
     ),
@@ -89,16 +91,16 @@ ROUTES = (
         "GET",
         "/v1/workflows/{id}/values",
         "values",
-        "What its calls returned, where no other task takes it and JSON can say it.",
+        "The values that its calls returned, if no other task takes them and JSON can hold them.",
         views.ValuePage,
-        parameters=(Parameter("start", "`next` of the page before", type="integer"),),
+        parameters=(Parameter("start", "`next` of the previous page", type="integer"),),
         errors=(400, 404),
     ),
     Route(
         "GET",
         "/v1/workflows/{id}/tasks/{task}/value",
         "value",
-        "What a call returned: JSON, or a pickle (`X-Valence-Encoding` says which).",
+        "The value that a call returned: JSON, or a pickle (see `X-Valence-Encoding`).",
         "application/octet-stream",
         errors=(404,),
     ),
@@ -110,8 +112,8 @@ ROUTES = (
         views.TaskPage,
         parameters=(
             _LIMIT,
-            Parameter("after", "`next` of the page before"),
-            Parameter("state", "only those in this state"),
+            Parameter("after", "`next` of the previous page"),
+            Parameter("state", "only tasks in this state"),
         ),
         errors=(400, 404),
     ),
@@ -119,7 +121,7 @@ ROUTES = (
         "GET",
         "/v1/workflows/{id}/tasks/{task}",
         "task",
-        "One task: state, attempts, where it was placed and why, what it waits for.",
+        "One task: its state, its attempts, where they were placed and why, why it is waiting.",
         views.TaskView,
         errors=(404,),
     ),
@@ -127,19 +129,19 @@ ROUTES = (
         "GET",
         "/v1/workflows/{id}/tasks/{task}/log",
         "log",
-        "What an attempt wrote to its standard output and error.",
+        "The standard output and error of an attempt.",
         "text/plain",
-        parameters=(Parameter("attempt", "its number; the latest if left out", type="integer"),),
+        parameters=(Parameter("attempt", "its number; default: the latest", type="integer"),),
         errors=(400, 404),
     ),
     Route(
         "GET",
         "/v1/workflows/{id}/events",
         "events",
-        "Server-sent events from the beginning, or after `Last-Event-ID`, until it has ended.",
+        "Server-sent events from the beginning, or after `Last-Event-ID`, until the workflow ends.",
         "text/event-stream",
         parameters=(
-            Parameter("Last-Event-ID", "go on after this one", "header"),
+            Parameter("Last-Event-ID", "resume after the event with this id", "header"),
             Parameter("after", "the same, for clients that can't set headers"),
         ),
         errors=(400, 404),
@@ -148,7 +150,7 @@ ROUTES = (
         "POST",
         "/v1/workflows/{id}/cancel",
         "cancel",
-        "End it: running tasks are killed.",
+        "Cancel the workflow; running tasks are killed.",
         views.WorkflowView,
         errors=(404, 409),
         scope="submit",
@@ -157,16 +159,16 @@ ROUTES = (
         "GET",
         "/v1/workflows/{id}/files",
         "files",
-        "Its files.",
+        "The files of a workflow.",
         views.FileList,
-        parameters=(Parameter("start", "`next` of the page before", type="integer"),),
+        parameters=(Parameter("start", "`next` of the previous page", type="integer"),),
         errors=(400, 404),
     ),
     Route(
         "GET",
         "/v1/workflows/{id}/files/{name}",
         "file",
-        "A file's content, from whichever peer holds it. Ranges are served.",
+        "The content of a file, from any peer that holds it. Range requests work.",
         "application/octet-stream",
         errors=(404, 416, 503),
     ),
@@ -174,7 +176,7 @@ ROUTES = (
         "PUT",
         "/v1/blobs/{hash}",
         "put_blob",
-        "Upload a file under its hash, sha256:….",
+        "Upload a file under its hash, `sha256:…`.",
         views.BlobView,
         status=201,
         body="blob",
@@ -185,7 +187,7 @@ ROUTES = (
         "DELETE",
         "/v1/blobs/{hash}",
         "delete_blob",
-        "Forget a file that you have uploaded to this peer.",
+        "Delete a file that you have uploaded to this peer.",
         views.BlobView,
         errors=(400, 404),
         scope="submit",
@@ -194,7 +196,7 @@ ROUTES = (
         "GET",
         "/v1/blobs/{hash}",
         "get_blob",
-        "A blob's content. Ranges are served.",
+        "The content of a blob. Range requests work.",
         "application/octet-stream",
         errors=(400, 404, 416, 503),
     ),
@@ -231,7 +233,7 @@ _EXAMPLE = {
     "name": "hello",
     "tasks": {"greet": {"command": ["sh", "-c", "echo hello > out"], "outputs": ["out"]}},
 }
-#: what the parts of a path look like
+#: patterns of the parts of a path
 _PATHS = {
     "id": {"pattern": r"^[A-Za-z0-9_]{1,40}$"},
     "hash": {"pattern": "^sha256:[0-9a-f]{64}$"},
@@ -252,7 +254,7 @@ def _schema(parameter: Parameter) -> dict[str, Any]:
 
 
 def _links() -> dict[str, Any]:
-    """What can be asked of a workflow once it is submitted."""
+    """The requests about a workflow that become possible once it is submitted."""
     return {
         route.handler: {
             "operationId": route.handler,
@@ -263,54 +265,67 @@ def _links() -> dict[str, Any]:
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
-    if isinstance(route.answer, str):
-        free = "json" in route.answer or "event-stream" in route.answer
-        schema: dict[str, Any] = {} if free else {"type": "string"}
-        content = {route.answer: {"schema": schema}}
-    else:
-        content = {"application/json": _ref(route.answer)}
+def _content(answer: type[BaseModel] | str) -> dict[str, Any]:
+    if not isinstance(answer, str):
+        return {"application/json": _ref(answer)}
+    any_json = "json" in answer or "event-stream" in answer
+    return {answer: {"schema": {} if any_json else {"type": "string"}}}
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    content = _content(route.answer)
     responses: dict[str, Any] = {str(route.status): {"description": route.text, "content": content}}
     if route.handler == "submit":
         responses["201"]["links"] = _links()
     if route.method in ("POST", "PUT") and route.status == 201:
-        responses["200"] = {"description": "It was there already.", "content": content}
-    if "416" in map(str, route.errors):
-        responses["206"] = {"description": "The range asked for.", "content": content}
+        responses["200"] = {"description": "It existed already.", "content": content}
+    if 416 in route.errors:
+        responses["206"] = {"description": "The requested range.", "content": content}
     errors = () if route.scope == "open" else (*route.errors, 401, 403, 429, 503)
+    problem = {"application/problem+json": _ref(views.ProblemDocument)}
     for status in sorted(set(errors)):
-        responses[str(status)] = {
-            "description": "What is wrong.",
-            "content": {"application/problem+json": _ref(views.ProblemDocument)},
-        }
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    parameters = [
+        responses[str(status)] = {"description": "The problem.", "content": problem}
+    return responses
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    in_path = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    parameters: list[dict[str, Any]] = [
         {
-            "name": n,
+            "name": name,
             "in": "path",
             "required": True,
-            "schema": {"type": "string", **_PATHS.get(n, {})},
+            "schema": {"type": "string", **_PATHS.get(name, {})},
         }
-        for n in names
+        for name in in_path
     ]
     parameters += [
         {"name": p.name, "in": p.where, "description": p.text, "schema": _schema(p)}
         for p in route.parameters
     ]
-    found: dict[str, Any] = {
+    return parameters
+
+
+def _body(kind: str) -> dict[str, Any]:
+    if kind == "workflow":
+        document = {**_ref(WorkflowDocument), "example": _EXAMPLE}
+        content = dict.fromkeys(("application/json", "application/yaml"), document)
+    else:
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        content = {"application/octet-stream": binary}
+    return {"required": True, "content": content}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {
         "summary": route.text,
         "operationId": route.handler,
         "x-scope": route.scope,
-        "parameters": parameters,
-        "responses": responses,
+        "parameters": _parameters(route),
+        "responses": _responses(route),
     }
     if route.scope == "open":
-        found["security"] = []
-    if route.body == "workflow":
-        document = {**_ref(WorkflowDocument), "example": _EXAMPLE}
-        types = ("application/json", "application/yaml")
-        found["requestBody"] = {"required": True, "content": dict.fromkeys(types, document)}
-    elif route.body == "blob":
-        raw = {"schema": {"type": "string", "format": "binary"}}
-        found["requestBody"] = {"required": True, "content": {"application/octet-stream": raw}}
-    return found
+        operation["security"] = []
+    if route.body:
+        operation["requestBody"] = _body(route.body)
+    return operation

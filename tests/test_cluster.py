@@ -762,8 +762,8 @@ def test_a_peer_that_can_not_start_says_what_to_do(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for data, number, told in (
-            (tmp_path / "c", port, f"port {port} is already in use (choose another with --port"),
-            (tmp_path / "d", "0", f"it can't use its database in {tmp_path / 'd'}: "),
+            (tmp_path / "c", port, f"port {port} is already in use (choose another with `--port`)"),
+            (tmp_path / "d", "0", f"can't use the database in {tmp_path / 'd'}: "),
         ):
             command = [sys.executable, "-m", "valence", "peer", "--quiet", "--root-tasks"]
             command += ["--port", number, "--http-port", "0", "--data", str(data)]
