@@ -1,4 +1,4 @@
-"""One peer, put together: every part, how they know each other, how it starts and how it leaves."""
+"""One peer, put together: makes every part, connects them, starts them, and leaves the cluster."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ FAREWELL_S = 2.0
 HOUSEKEEPING_S = 600.0
 SETTLE_S, SETTLE_S_MAX = 0.5, 10.0
 RESTART_S_MIN, RESTART_S_MAX = 0.2, 30.0
-SOUND_S = 60.0  # what ran so long has not failed in a row
+SOUND_S = 60.0  # a part that ran this long ends its row of failures
 FAILURES_MAX = 10
-#: no user's input comes near these, and without them others would rely on a peer that is none
+#: no user's input reaches these; without them, others would rely on a peer that does not work
 ESSENTIAL = ("liveness", "gossip", "elections")
 
 
@@ -78,6 +78,8 @@ class AlreadyRunning(Exception):
 
 
 class Daemon:
+    """All parts of one peer."""
+
     what = "peer"
     runs_tasks = True
 
@@ -92,18 +94,20 @@ class Daemon:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.exit_code = 0
-        self.restarts: Counter[str] = Counter()  # of its parts, after errors
+        self.restarts: Counter[str] = Counter()  # of parts that ended by an error
         self._stop = asyncio.Event()
-        self._moved = asyncio.Event()  # somebody came, went or is doubted
+        self._moved = asyncio.Event()  # a peer joined, is gone or is suspected
         self._grace_s = settings.grace
         self._queue = QueueClient(settings) if settings.queue else None
-        self._data = settings.data.absolute()  # the nursery goes from directory to directory
+        self._data = settings.data.absolute()  # the nursery changes its working directory
         self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise AlreadyRunning(f"a peer is running in {self._data} already") from None
+            raise AlreadyRunning(
+                f"{self._data} is in use by another peer (choose another directory with `--data`)"
+            ) from None
 
     # ----------------------------------------------------------------- starting
 
@@ -122,11 +126,15 @@ class Daemon:
         port = await self._listen()
         host = socket.gethostbyname(settings.advertise or _reachable(settings.host, settings.join))
         if host.startswith("127.") and not settings.host.startswith(("127.", "localhost")):
-            log.warning("others are told %s, which only this machine reaches: --advertise", host)
+            log.warning(
+                "other machines can't reach this peer: it advertises %s; set --advertise", host
+            )
         me = Contact(id=identity.id, host=host, port=port)
 
         self.rpc = Rpc(me, self.link, rng, config)
-        self.rpc.on_error = lambda where, error: log.error("serving %s", where, exc_info=error)
+        self.rpc.on_error = lambda where, error: log.error(
+            "answering %s failed", where, exc_info=error
+        )
         capacity = self._capacity()
         traits = Traits(
             arch=settings.arch(),
@@ -194,8 +202,8 @@ class Daemon:
         self.members.listen(self._member_changed)
         self.enactment.load()
         await self._listen_http(http_port, url)
-        self.link.receive = self.rpc.received  # not before: who asks is told where HTTP is served
-        self._tell_where(port)
+        self.link.receive = self.rpc.received  # not before: answers contain the HTTP address
+        self._write_addresses(port)
         for name, work in (
             ("liveness", self.liveness.run),
             ("gossip", self.liveness.gossip),
@@ -218,7 +226,7 @@ class Daemon:
         )
 
     def _sandbox(self, users: Users | None) -> Sandbox | None:
-        """As set; by default wherever it works, and where it does not that is said."""
+        """As set; by default wherever it works, with a warning where it does not."""
         wanted = self._settings.sandbox
         if wanted == "off":
             return None
@@ -228,25 +236,25 @@ class Daemon:
             if wanted != "auto":
                 raise
             log.warning(
-                "TASKS RUN WITHOUT A SANDBOX: %s. They can read what their user can; let only "
-                "people submit whom you trust, or set it right (docs/security.md)",
+                "TASKS RUN WITHOUT A SANDBOX: %s. A task can read all files that its user can "
+                "read: give tokens only to people you trust, or fix it (docs/security.md)",
                 error,
             )
             return None
 
     def _users(self) -> Users | None:
-        """No task runs as root, nor as this peer where it may choose."""
+        """No task runs as root; if this peer is root, none runs as the peer's own user either."""
         if os.geteuid() != 0:
             return None
-        self._data.chmod(0o711)  # what is in there is closed by itself
+        self._data.chmod(0o711)  # everything in it has modes of its own
         try:
             return Users.find(self._data)
         except NoUsers as error:
             self._data.chmod(0o700)
             if not self._settings.root_tasks:
                 raise ValueError(
-                    f"tasks would run as root: {error}. Start it as another user, use a Python "
-                    "that other users may run, or allow it with --root-tasks"
+                    f"tasks would run as root: {error}. Start the peer as another user, use a "
+                    "Python that other users can run, or allow it with `--root-tasks`"
                 ) from None
             log.warning("TASKS RUN AS ROOT, as --root-tasks allows: %s", error)
             return None
@@ -260,7 +268,7 @@ class Daemon:
             gpus=settings.gpus,
         )
 
-    # what a task queue has in other ways
+    # overridden by a task queue's daemon
 
     def make_transfer(self, *parts: Any) -> Transfer:
         return Transfer(*parts)
@@ -275,14 +283,14 @@ class Daemon:
         return Http(**parts)
 
     async def _count_boot(self) -> int:
-        """How often this peer has started: others tell its lives apart by it."""
+        """How often this peer has started: other peers use it to recognize a restart."""
         rows = self.database.read("select value from meta where key = 'boot'")
         boot = (int(rows[0][0]) if rows else 0) + 1
         await self.database.write([("insert or replace into meta values ('boot', ?)", (boot,))])
         return boot
 
     def _known_port(self, name: str, wanted: int) -> int:
-        """As set, or the one it had before: others remember it there."""
+        """The port as set, or the one it had before: other peers remember its old address."""
         if wanted:
             return wanted
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -314,10 +322,10 @@ class Daemon:
         host = _reachable(self._settings.http_host, self._settings.join)
         return f"http://{host}:{port}"
 
-    def _tell_where(self, port: int) -> None:
-        """For tools on this machine."""
+    def _write_addresses(self, port: int) -> None:
+        """`peer.json`, for tools on this machine."""
         me = self.members.me
-        found = {
+        addresses = {
             "id": me.contact.id.hex(),
             "pid": os.getpid(),
             "address": _at(me.contact),
@@ -325,7 +333,7 @@ class Daemon:
             "http": me.http,
             "http_port": self._http_port,
         }
-        write_private(self._data / "peer.json", json.dumps(found).encode())
+        write_private(self._data / "peer.json", json.dumps(addresses).encode())
 
     def _run(self, name: str, work: Work) -> None:
         task = asyncio.ensure_future(self._keep_running(name, work))
@@ -333,8 +341,10 @@ class Daemon:
         self._tasks.append(task)
 
     async def _keep_running(self, name: str, work: Work) -> None:
-        """An error in one part is told, and that part begun again, ever later while it goes on
-        failing: no part takes the peer with it. Without those that make it a peer it gives up."""
+        """Restart a part that ended by an error, after a delay that grows while it keeps failing.
+
+        No part takes the peer down with it; only if an essential one can't be kept running, the
+        peer gives up."""
         failures = 0
         while True:
             began = self._now()
@@ -343,10 +353,10 @@ class Daemon:
                 return
             except Exception:
                 self.restarts[name] += 1
-                log.critical("%s ended by an error, and is begun again", name, exc_info=True)
+                log.critical("%s ended by an error and is restarted", name, exc_info=True)
             failures = 0 if self._now() - began >= SOUND_S else failures + 1
             if failures >= FAILURES_MAX and name in ESSENTIAL:
-                log.critical("%s can't be kept running: this peer gives up", name)
+                log.critical("%s can't be kept running: this peer stops", name)
                 self.exit_code = 1
                 self.stop(QUICK_GRACE_S)
                 return
@@ -355,24 +365,17 @@ class Daemon:
     # ----------------------------------------------------------------- joining
 
     async def _join(self) -> None:
-        """Greet some seeds until one answers, and again, ever more rarely, those that are not
-        known: two halves of a cluster that began apart find each other so."""
+        """Greet some seeds until one answers; after that, greet unknown seeds ever more rarely, so
+        that two halves of a cluster that started apart find each other."""
         delay_s, again_s = 0.1, REGREET_S_MIN
         while True:
             alone = self.members.count <= 1
-            known = {(m.contact.host, m.contact.port) for m in self.members.all()}
-            seeds = await self._seeds()
-            if alone:
-                chosen = seeds[:SEEDS_GREETED]
-            else:  # one is enough: it knows its half of the cluster
-                chosen = [seed for seed in seeds if seed not in known][:1]
-            answers = await asyncio.gather(*map(self._greet, chosen))
-            if any(answers):
+            if await self._greet_seeds(alone):
                 delay_s, again_s = 0.5, REGREET_S_MIN
                 await self.overlay.find(self.rpc.me.id)
             elif alone and delay_s > 1 and self._settings.join:
                 listed = ", ".join(self._settings.join)
-                log.warning("no answer from %s: is the address, is the cluster key right?", listed)
+                log.warning("no answer from %s: check --join and the cluster key", listed)
             if alone:
                 await asyncio.sleep(delay_s)
                 delay_s = min(5.0, delay_s * 1.5)
@@ -380,8 +383,18 @@ class Daemon:
             await self._until_alone(again_s * (0.75 + 0.5 * self._rng.random()))
             again_s = min(REGREET_S_MAX, again_s * 2)
 
+    async def _greet_seeds(self, alone: bool) -> bool:
+        """True if one of them answered."""
+        known = {(m.contact.host, m.contact.port) for m in self.members.all()}
+        seeds = await self._seeds()
+        if alone:
+            chosen = seeds[:SEEDS_GREETED]
+        else:  # one is enough: it knows its half of the cluster
+            chosen = [seed for seed in seeds if seed not in known][:1]
+        return any(await asyncio.gather(*map(self._greet, chosen)))
+
     async def _until_alone(self, limit_s: float) -> None:
-        """Or until it is time to look for others again."""
+        """Wait until this peer is alone, or until it is time to look for other peers again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.members.count > 1:
@@ -389,45 +402,45 @@ class Daemon:
                     await self._moved.wait()
 
     async def _settle(self) -> None:
-        """A home goes on when it knows who else is there, or that nobody is to be expected."""
+        """A home resumes its work when it knows the other peers, or that there are none."""
         expected = bool(self._settings.join or self.database.read("select 1 from peers limit 1"))
-        somebody = asyncio.Event()
-        self.members.listen(lambda old, new: somebody.set())
+        changed = asyncio.Event()
+        self.members.listen(lambda old, new: changed.set())
         if expected and self.members.count <= 1:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S_MAX):
-                    await somebody.wait()
+                    await changed.wait()
         if expected and self.enactment.keeping.replicas:
-            await asyncio.sleep(SETTLE_S)  # the first answer brings the list of all others
+            await asyncio.sleep(SETTLE_S)  # the first answer brings the list of all peers
         self.enactment.settle()
 
     async def _seeds(self) -> list[tuple[str, int]]:
         loop = asyncio.get_running_loop()
-        found: dict[tuple[str, int], None] = {}
+        addresses: dict[tuple[str, int], None] = {}  # in order
         for seed in self._settings.join:
             host, _, port = seed.rpartition(":")
             try:
                 rows = await loop.getaddrinfo(host, int(port), family=socket.AF_INET)
             except OSError as error:
-                log.info("%s can't be resolved yet: %s", host, error)
+                log.info("can't resolve %s yet: %s", host, error.strerror or error)
                 continue
             for row in rows:
-                found[(str(row[4][0]), int(row[4][1]))] = None
+                addresses[(str(row[4][0]), int(row[4][1]))] = None
         for (body,) in self.database.read("select member from peers limit ?", (SEEDS_MAX,)):
             host, remembered = msgpack.unpackb(body)
-            found[(host, remembered)] = None
-        found.pop((self.rpc.me.host, self.rpc.me.port), None)
-        listed = list(found)
-        self._rng.shuffle(listed)
-        return listed
+            addresses[(host, remembered)] = None
+        addresses.pop((self.rpc.me.host, self.rpc.me.port), None)
+        seeds = list(addresses)
+        self._rng.shuffle(seeds)
+        return seeds
 
     async def _greet(self, address: tuple[str, int]) -> bool:
-        somebody = Contact(id=NOBODY, host=address[0], port=address[1])
+        seed = Contact(id=NOBODY, host=address[0], port=address[1])
         hello = Hello(member=self.members.me, overlay=self._config.overlay)
         try:
-            answer = await self.rpc.call(somebody, hello, Welcome, HELLO_TIMEOUT_S)
+            answer = await self.rpc.call(seed, hello, Welcome, HELLO_TIMEOUT_S)
         except Refused as error:
-            log.error("%s:%d does not take this peer in: %s", *address, error)
+            log.error("the peer at %s:%d refused this peer: %s", *address, error)
             return False
         except CallFailed:
             return False
@@ -437,35 +450,36 @@ class Daemon:
         return True
 
     def _hello(self, sender: Contact, message: Hello) -> Welcome:
-        mine = self._config.overlay
-        if message.overlay != mine:
-            raise Refused("overlay", f"this cluster is on --overlay {mine}: all of its peers are")
+        overlay = self._config.overlay
+        if message.overlay != overlay:
+            text = f"this cluster runs with `--overlay {overlay}`, and yours is {message.overlay}"
+            raise Refused("overlay", f"{text}; all peers need the same")
         self.members.apply(message.member, self._now())
         return Welcome(member=self.members.me)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._moved.set()
-        was_here = old is not None and old.state <= State.SUSPECT
+        was_alive = old is not None and old.state <= State.SUSPECT
         if new.state >= State.DEAD:
             self.overlay.gone(new.contact.id)
             self.rpc.gone(new.contact.id)
-            if was_here:
-                what = "left" if new.state == State.LEFT else "is dead"
-                log.info("peer %s %s", new.contact.id.hex()[:8], what)
+            if was_alive:
+                verb = "has left" if new.state == State.LEFT else "has died"
+                log.info("peer %s %s", new.contact.id.hex()[:8], verb)
         elif new.state == State.ALIVE:
             self.overlay.saw(new.contact)
-            if not was_here:
+            if not was_alive:
                 self.records.joined(new.contact)
 
     async def _preload(self) -> None:
-        """What strategies load late, as it takes long."""
-        wanted = [one for s in self.enactment.services.values() for one in s.preloads()]
-        await asyncio.gather(*(self._load(event, load) for event, load in wanted))
+        """Load modules that strategies need late, as loading takes long."""
+        rows = [row for s in self.enactment.services.values() for row in s.preloads()]
+        await asyncio.gather(*(self._load(event, load) for event, load in rows))
         await asyncio.Event().wait()
 
     @staticmethod
-    async def _load(wanted: asyncio.Event, load: Callable[[], None]) -> None:
-        await wanted.wait()
+    async def _load(needed: asyncio.Event, load: Callable[[], None]) -> None:
+        await needed.wait()
         await asyncio.to_thread(load)
 
     async def _housekeep(self) -> None:
@@ -479,13 +493,13 @@ class Daemon:
                 forgotten = await self.enactment.journal.storage.forget(before, tombstones)
                 dropped = self.blobs.drop_older_than(before)
             except (DatabaseError, OSError) as error:
-                log.error("housekeeping: %s", error)
+                log.error("old workflows and files can't be removed, trying again later: %s", error)
                 continue
             if forgotten or dropped:
-                log.info("retention: %d workflows, %d files dropped", forgotten, dropped)
+                log.info("retention: removed %d workflows and %d files", forgotten, dropped)
 
     async def _remember_peers(self) -> None:
-        """Addresses to return to, should the seeds be gone."""
+        """Save addresses to join again at the next start, in case the seeds are gone by then."""
         others = [m for m in self.members.here() if m.contact.id != self.rpc.me.id]
         rows = self._rng.sample(others, min(len(others), REMEMBERED_PEERS))
         if not rows:
@@ -513,17 +527,17 @@ class Daemon:
         await self._stop.wait()
 
     async def leave(self) -> None:
-        """Stop accepting, finish or hand back, say goodbye."""
+        """Stop accepting work, finish or hand back attempts, and tell the other peers."""
         active = len(self.enactment.home.active())
         alone = self.members.count == 1
-        where = "when this peer is back" if alone else "at their other keepers"
-        log.info("leaving%s", f"; {active} workflows go on {where}" * bool(active))
+        where = "when this peer is back" if alone else "at other peers"
+        log.info("leaving%s", f"; {active} workflows continue {where}" * bool(active))
         await self.enactment.leave(self._grace_s)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(self.records.hand_on(), self.liveness.leave())
         except TimeoutError:
-            log.warning("not everybody heard the goodbye")
+            log.warning("some peers may not know that this peer has left, and will detect it")
 
     async def close(self) -> None:
         await self.http.stop()
@@ -550,27 +564,27 @@ class Daemon:
         add("calls", "Calls between peers", lambda: {n: getattr(counts, n) for n in numbers})
         add("messages", "Messages sent, by kind", lambda: dict(counts.by_kind))
         add("link", "Datagrams and frames", lambda: dict(self.link.counts))
-        add("home", "What this peer enacted", lambda: dict(self.enactment.home.counts))
+        add("home", "Workflows managed by this peer", lambda: dict(self.enactment.home.counts))
         add(
             "executor",
-            "What this peer ran",
+            "Attempts that this peer ran",
             lambda: {**self.enactment.executor.counts, "spawned": self.processes.spawned},
         )
         transfer = self.transfer
         add(
             "transfer",
-            "Bytes moved between peers, chunks that were wrong",
+            "Bytes moved between peers, corrupt chunks",
             lambda: dict(transfer.counts + transfer.swarm.counts),
         )
         add(
             "cache",
-            "Files that made room, and results that were let go of",
+            "Files evicted, and results released",
             lambda: dict(self.blobs.cache.counts + self.enactment.retention.counts),
         )
         add("http", "HTTP answers by status", lambda: dict(self.http.counts))
         add(
             "disk",
-            "Writes and syncs of the database, journal entries",
+            "Writes and syncs of the database",
             lambda: {
                 "syncs": self.database.syncs,
                 "writes": self.database.writes,
@@ -578,21 +592,19 @@ class Daemon:
         )
         add(
             "keeping",
-            "Journals, as home and as keeper",
+            "Workflow journals and their replicas",
             lambda: dict(self.enactment.keeping.counts),
         )
         for service in self.enactment.services.values():
             for metric in service.metrics():
                 add(metric.name, metric.help, metric.counts)
-        add("relay", "What went to and from a queue", lambda: dict(self.enactment.relay.counts))
-        add(
-            "restarts", "Parts of this peer begun again after an error", lambda: dict(self.restarts)
-        )
-        add("process", "What this process used: seconds of a core, wake-ups", _process)
+        add("relay", "Tasks exchanged with a task queue", lambda: dict(self.enactment.relay.counts))
+        add("restarts", "Parts of this peer restarted after errors", lambda: dict(self.restarts))
+        add("process", "CPU seconds and context switches of this process", _process)
         show("members", "Peers known, by state", self._members_by_state)
         show(
             "capacity",
-            "Free capacity of this peer, and what uses it",
+            "Free and used capacity of this peer",
             lambda: {
                 "free_millicores": self.enactment.admission.free.millicores,
                 "free_memory_bytes": self.enactment.admission.free.memory_bytes,
@@ -605,10 +617,10 @@ class Daemon:
         )
 
     def _members_by_state(self) -> dict[str, float]:
-        found: dict[str, float] = dict.fromkeys((s.name.lower() for s in State), 0)
+        counts: dict[str, float] = dict.fromkeys((s.name.lower() for s in State), 0)
         for member in self.members.all():
-            found[State(member.state).name.lower()] += 1
-        return found
+            counts[State(member.state).name.lower()] += 1
+        return counts
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -632,10 +644,10 @@ def _at(contact: Contact) -> str:
 
 
 def _reachable(host: str, seeds: tuple[str, ...]) -> str:
-    """An address others can use, for one that means "all of mine".
+    """An address that others can use, in place of one that means "all of this machine's".
 
-    The one this machine would speak from to a seed, else to anybody: connecting a datagram socket
-    asks the routing table and sends nothing.
+    It is the address from which this machine would send to a seed, or else to any host: connecting
+    a datagram socket asks the routing table and sends nothing.
     """
     if host not in ("0.0.0.0", "", "::"):
         return host

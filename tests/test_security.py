@@ -88,8 +88,8 @@ sys.exit(main(["peer", "--data", sys.argv[1], "--http-port", "0", "--port", "0",
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "RuntimeError: a bug" in done.stderr
-    assert done.stderr.count("gossip ended by an error, and is begun again") == FAILURES_MAX
-    assert "gossip can't be kept running: this peer gives up" in done.stderr
+    assert done.stderr.count("gossip ended by an error and is restarted") == FAILURES_MAX
+    assert "gossip can't be kept running: this peer stops" in done.stderr
 
 
 # --------------------------------------------------------------------------- tokens
