@@ -1,8 +1,8 @@
-"""One attempt, from its inputs to its outputs: a directory, a process, what is left afterwards.
+"""Runs one attempt, from its inputs to its outputs: a directory, a process, and the cleaning up.
 
-Nothing a task does to its directory can touch anything else: inputs are copies, outputs are taken
-only if they are plain files that really lie inside (links are followed and checked, hard links are
-copied), and the directory goes when the attempt ends.
+Nothing that a task does to its directory can touch anything else: inputs are copies, outputs are
+taken only if they are plain files that really are inside (links are followed and checked, hard
+links are copied), and the directory is removed when the attempt ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 import threading
@@ -60,19 +61,19 @@ log = logging.getLogger("valence.attempt")
 
 LOG_TAIL_CHARS = 4000
 NAMES_AT_ONCE = 256
-GONE = "gone-"  # so begin the names of directories that are being removed
+GONE = "gone-"  # prefix of directories that are being removed
 MISSING_MAX = 1000
-LOOK_PART = 20  # a look at its files takes at most a part of the time
+LOOK_PART = 20  # looking at a task's files takes at most this part (1/20) of the time
 SEARCHED = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 
 
-#: with less than this left, what fails may fail for lack of it
+#: with less free disk space than this, an attempt that fails may have failed for lack of it
 DISK_FULL_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of each task, where its document does not say; 0: none."""
+    """Limits of each task for which its document says nothing; 0: no limit."""
 
     memory_bytes: int = 0
     disk_bytes: int = 2**63
@@ -81,7 +82,7 @@ class Limits:
 
 
 class TaskFailed(Exception):
-    """The task's own fault, with the reason its user reads."""
+    """The attempt failed by the task's own fault; the text is the reason that its user reads."""
 
     def __init__(self, reason: str, exit_code: int | None = None, cause: str = "") -> None:
         super().__init__(reason)
@@ -90,15 +91,15 @@ class TaskFailed(Exception):
 
 
 class PeerFailed(Exception):
-    """This peer's fault, or nobody's: the attempt is handed back."""
+    """The attempt failed by this peer's fault, or by nobody's: it is handed back."""
 
 
 def _names() -> Iterator[str]:
-    """That nobody guesses; the system is asked for many at once."""
+    """Names that cannot be guessed; the system is asked for the bytes of many at once."""
     while True:
-        many = secrets.token_hex(8 * NAMES_AT_ONCE)
-        for start in range(0, len(many), 16):
-            yield many[start : start + 16]
+        digits = secrets.token_hex(8 * NAMES_AT_ONCE)
+        for start in range(0, len(digits), 16):
+            yield digits[start : start + 16]
 
 
 _NAMES = _names()
@@ -126,8 +127,8 @@ class LocalAttempt:
         self._transfer = transfer
         self._log_bytes_max = log_bytes_max
         self._sandbox = sandbox
-        self._left = False  # something of it is on disk
-        self._value = ""  # the path of a value, should it be large
+        self._left = False  # some files of this attempt are on disk
+        self._value = ""  # path for the value, if it is large
         self._nameless_bytes = 0  # see `Usage`
 
     @property
@@ -140,7 +141,7 @@ class LocalAttempt:
 
     @property
     def plain(self) -> bool:
-        """A call without files: it needs a worker, and nothing else."""
+        """True for a call without files: it needs a worker, and nothing else."""
         work = self.work
         if self._sandbox is not None:
             return False
@@ -149,43 +150,45 @@ class LocalAttempt:
         return not any(v.file for ref in work.references for v in ref.values)
 
     async def run(self) -> dict[str, object]:
-        """What an `Outcome` says of it besides its times; always cleans up."""
-        return await self._told(self._run())
+        """The fields of an `Outcome` except its times; always cleans up."""
+        return await self._outcome_of(self._run())
 
     async def take(self, answer: dict[str, Any]) -> dict[str, object]:
-        """The same, of a call that a worker has answered."""
-        return await self._told(self._taken(answer))
+        """The same, for a call that a worker has answered."""
+        return await self._outcome_of(self._taken(answer))
 
     async def _taken(self, answer: dict[str, Any]) -> dict[str, object]:
         await self._answered(answer)
         return {**self.result, "kind": "ok"}
 
-    async def _told(self, work: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
+    async def _outcome_of(self, work: Coroutine[Any, Any, dict[str, object]]) -> dict[str, object]:
         try:
             return await work
         except (TaskFailed, BlobError) as error:
-            if self._disk_is_full():  # who knows what it could not write; elsewhere it may
-                reason = f"this peer's disk is full: {error}"
-                return {**self.result, "kind": "returned", "reason": reason[:2000]}
-            # what does not fit here, now or ever, may fit elsewhere
-            elsewhere = isinstance(error, QuotaFull | Unavailable)
-            kind = "returned" if elsewhere else "failed"
-            found: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
-            if isinstance(error, NeverFits):
-                found["cause"] = NO_ROOM
-            if isinstance(error, TaskFailed):
-                found["exit_code"] = error.exit_code
-                found["cause"] = error.cause
-            return {**self.result, **found}
+            return {**self.result, **self._failure(error)}
         except (PeerFailed, NurseryGone) as error:
             reason = str(error) or NURSERY_DIED
             return {**self.result, "kind": "returned", "reason": reason[:2000]}
         except OSError as error:
-            reason = f"{error.strerror}: {Path(error.filename).name if error.filename else ''}"
-            return {**self.result, "kind": "returned", "reason": reason}
+            return {**self.result, "kind": "returned", "reason": _os_reason(error)}
         finally:
             if self._left:
                 await asyncio.to_thread(self._clean)
+
+    def _failure(self, error: TaskFailed | BlobError) -> dict[str, object]:
+        if self._disk_is_full():  # it may have failed to write; at another peer it may succeed
+            reason = f"this peer's disk is full: {error}"
+            return {"kind": "returned", "reason": reason[:2000]}
+        # a file that does not fit here, now or ever, may fit elsewhere
+        elsewhere = isinstance(error, QuotaFull | Unavailable)
+        kind = "returned" if elsewhere else "failed"
+        failure: dict[str, object] = {"kind": kind, "reason": str(error)[:2000]}
+        if isinstance(error, NeverFits):
+            failure["cause"] = NO_ROOM
+        if isinstance(error, TaskFailed):
+            failure["exit_code"] = error.exit_code
+            failure["cause"] = error.cause
+        return failure
 
     def _disk_is_full(self) -> bool:
         disk = os.statvfs(self._blobs.directory)
@@ -197,34 +200,42 @@ class LocalAttempt:
         needed = [*work.inputs, *values]
         with self._blobs.pinned([file.hash for file in needed]):
             await self._fetch(needed)
-            gone = [file.name for file in needed if file.hash not in self._blobs]
-            if gone:
-                raise PeerFailed(f"{gone[0]} was evicted before the others had come")
-            nested = work.inputs or any("/" in name for name in work.outputs)
-            walled = work.call is not None and self._sandbox is not None
-            apart = bool(values) and self._processes.user_of(work.owner)[0] >= 0
-            if nested or walled or apart or (work.call is not None and work.outputs):
+            if self._needs_directory(bool(values)):
                 self._left = True
                 await asyncio.to_thread(self._lay_out, self._sources())
             if work.command is not None:
                 await self._command(work.command)
-            elif walled:
-                await self._walled_call()
+            elif self._sandbox is not None:
+                await self._sandboxed_call()
             else:
                 await self._call()
         outputs = await self._collect() if work.outputs else ()
         return {**self.result, "kind": "ok", "outputs": outputs}
 
+    def _needs_directory(self, values: bool) -> bool:
+        """Whether the directory must be laid out here. (The nursery makes that of a plain command.)
+
+        `values`: values of other calls come as files, which another user can't read in place."""
+        work = self.work
+        if work.inputs or any("/" in name for name in work.outputs):
+            return True
+        if work.call is not None and (work.outputs or self._sandbox is not None):
+            return True
+        return values and self._processes.user_of(work.owner)[0] >= 0
+
     async def _fetch(self, files: list[File]) -> None:
         if not files:
             return
-        found = await self._transfer.fetch_all(files)
-        self.result["moved"] = found.moved
-        gone = [f.hash for f, e in found.errors if isinstance(e, Unavailable) and e.gone]
+        transferred = await self._transfer.fetch_all(files)
+        self.result["moved"] = transferred.moved
+        gone = [f.hash for f, e in transferred.errors if isinstance(e, Unavailable) and e.gone]
         if gone:
             self.result["missing"] = tuple(gone[:MISSING_MAX])
-        for _, error in found.errors:
+        for _, error in transferred.errors:
             raise error
+        for file in files:
+            if file.hash not in self._blobs:
+                raise PeerFailed(f"{file.name} was evicted while other inputs were fetched")
 
     def _sources(self) -> list[Path]:
         return [self._blobs.path(file.hash) for file in self.work.inputs]
@@ -242,8 +253,8 @@ class LocalAttempt:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """To the user whom the task runs as, if that is another one. Nothing of the task runs yet:
-        all that is there was made here."""
+        """Give the directory to the user as whom the task runs, if that is another user. The task
+        has not started yet: everything in the directory was made by this peer."""
         user, group = self._processes.user_of(self.work.owner)
         if user < 0:
             return
@@ -271,20 +282,13 @@ class LocalAttempt:
         new = not self._left
         self._left = True
         if command[: len(STRICT_SHELL)] == STRICT_SHELL and not _has_bash():
-            command = ("sh", "-eu", "-c", *command[len(STRICT_SHELL) :])  # as strict as it can be
+            command = ("sh", "-eu", "-c", *command[len(STRICT_SHELL) :])  # as strict as sh can be
         environment = self._environment()
         if self._sandbox is not None:
-            if self.work.call is not None:
-                environment["PYTHONPATH"] = module_path()
-            if new:
-                await asyncio.to_thread(self._home.mkdir, 0o700)
-                new = False
-            for name in PLACES.values():
-                (self._home / name).mkdir(mode=0o700, exist_ok=True)
-            await asyncio.to_thread(self._hand_over)
-            command = self._sandbox.wrap(command, self._place, environment, self.work.network)
+            command = await self._wrap(self._sandbox, command, environment, new)
             environment = {"PATH": SEARCHED, MARKER: self._name}
-        id, exit = self._processes.spawn(
+            new = False
+        child_id, exited = self._processes.spawn(
             command,
             self._place,
             new,
@@ -295,13 +299,13 @@ class LocalAttempt:
             self.work.owner,
         )
         try:
-            reason, cause = await self._watch(id, exit)
+            reason, cause = await self._watch(child_id, exited)
         except StartFailed as error:
-            raise TaskFailed(f"it could not be started: {error}", 127) from None
+            raise TaskFailed(f"could not be started: {error}", 127) from None
         except asyncio.CancelledError:
-            await self._processes.end(id, exit)
+            await self._processes.end(child_id, exited)
             raise
-        ended = exit.result()
+        ended = exited.result()
         self._left = not (ended.removed and ended.log is not None)
         self.result["max_rss_bytes"] = ended.max_rss_bytes
         self.result["log_truncated"] = ended.log_truncated
@@ -310,50 +314,64 @@ class LocalAttempt:
             raise TaskFailed(reason, ended.code, cause)
         self.result["exit_code"] = ended.code
         if ended.code < 0:
-            raise TaskFailed(f"killed by signal {-ended.code}", ended.code, "signal")
+            raise TaskFailed(f"killed by {_signal_name(-ended.code)}", ended.code, "signal")
         if ended.code:
             raise TaskFailed(f"exit code {ended.code}", ended.code, "exit")
 
-    async def _watch(self, id: int, exit: asyncio.Future[Exit]) -> tuple[str, str]:
-        """Until it ended; why it was made to, in a sentence and in a word, if it was."""
+    async def _wrap(
+        self, sandbox: Sandbox, command: tuple[str, ...], environment: dict[str, str], new: bool
+    ) -> tuple[str, ...]:
+        """The command as it runs in the sandbox; its directory is made and handed over first."""
+        if self.work.call is not None:
+            environment["PYTHONPATH"] = module_path()
+        if new:
+            await asyncio.to_thread(self._home.mkdir, 0o700)
+        for name in PLACES.values():
+            (self._home / name).mkdir(mode=0o700, exist_ok=True)
+        await asyncio.to_thread(self._hand_over)
+        return sandbox.wrap(command, self._place, environment, self.work.network)
+
+    async def _watch(self, child_id: int, exited: asyncio.Future[Exit]) -> tuple[str, str]:
+        """Wait for the end; returns why the task was killed, as a sentence and as a word, if so."""
         loop = asyncio.get_running_loop()
         limit_s = self.work.timeout_s
         start = loop.time()
         look_at = start + LOOK_S
-        while not exit.done():
+        while not exited.done():
             wait_s = LOOK_S if limit_s is None else min(LOOK_S, start + limit_s - loop.time())
-            await asyncio.wait([exit], timeout=max(0.0, wait_s))
-            if exit.done():
+            await asyncio.wait([exited], timeout=max(0.0, wait_s))
+            if exited.done():
                 break
-            found = ("", "")
+            reason = ("", "")
             if limit_s is not None and loop.time() - start >= limit_s:
-                found = too_long(self.work), "timeout"
+                reason = too_long(self.work), "timeout"
             else:
-                found = await self.too_much(id)
-                if not found[0] and loop.time() >= look_at:
+                reason = await self.too_much(child_id)
+                if not reason[0] and loop.time() >= look_at:
                     began = loop.time()
-                    found = await asyncio.to_thread(self.too_much_on_disk)
+                    reason = await asyncio.to_thread(self.too_much_on_disk)
                     look_at = loop.time() + max(LOOK_S, LOOK_PART * (loop.time() - began))
-            if found[0]:
-                await self._processes.end(id, exit)
-                await _known(exit)
-                return found
-        exit.result()
+            if reason[0]:
+                await self._processes.end(child_id, exited)
+                await _known(exited)
+                return reason
+        exited.result()
         return "", ""
 
     @property
     def _memory_bytes_max(self) -> int:
-        """As it asked for; if it did not say, what the peer has."""
+        """The memory that the task asked for, or else what the peer offers."""
         return self.work.needs.capacity.memory_bytes or self._limits.memory_bytes
 
-    async def too_much(self, id: int) -> tuple[str, str]:
-        """Why the process with this id has to end, in a sentence and in a word, if it has."""
-        used, processes, nameless = await self._processes.usage(id)
+    async def too_much(self, child_id: int) -> tuple[str, str]:
+        """Why this process has to be killed, as a sentence and as a word; empty if it need not."""
+        used, processes, nameless = await self._processes.usage(child_id)
         if self._memory_bytes_max and used > self._memory_bytes_max:
             asked = self.work.needs.capacity.memory_bytes
             return too_large(used, asked, self._limits.memory_bytes), "memory"
         if processes > self._limits.processes:
-            return f"killed: it has {processes:,} processes, {self._limits.processes:,} may be", ""
+            limit = self._limits.processes
+            return f"killed: it had {processes:,} processes, and the limit is {limit:,}", ""
         if nameless > self._disk_bytes_max:
             return self._wrote_too_much(), ""
         self._nameless_bytes = nameless
@@ -364,10 +382,11 @@ class LocalAttempt:
         return self.work.needs.capacity.disk_bytes or self._limits.disk_bytes
 
     def _wrote_too_much(self) -> str:
-        return f"killed: it wrote more than {show_bytes(self._disk_bytes_max)}; ask for `disk`"
+        limit = show_bytes(self._disk_bytes_max)
+        return f"killed: it wrote more than {limit} to disk, its limit; ask for more with `disk`"
 
     def too_much_on_disk(self) -> tuple[str, str]:
-        """The same, of what it has on disk."""
+        """The same, for the files that the task has on disk."""
         size, files = self._nameless_bytes, 0
         places = [self._place] if self._left else []
         worker_place = os.path.dirname(self._value)
@@ -375,18 +394,22 @@ class LocalAttempt:
             places.append(worker_place)
         for place in places:
             try:
-                more, there = usage_below(place, self._disk_bytes_max, self._limits.files)
+                place_bytes, place_files = usage_below(
+                    place, self._disk_bytes_max, self._limits.files
+                )
             except Unseen as error:
                 return f"killed: {error}", ""
-            size, files = size + more, files + there
+            size, files = size + place_bytes, files + place_files
         if size > self._disk_bytes_max:
             return self._wrote_too_much(), ""
         if files > self._limits.files:
-            return f"killed: it left more than {self._limits.files:,} files", ""
+            return f"killed: it made more than {self._limits.files:,} files, the limit", ""
         return "", ""
 
     async def _keep_log(self, held: bytes | None) -> None:
-        """The end of it travels with the outcome; all of it, where longer, is a blob."""
+        """The end of the log travels with the outcome; a longer log is also kept whole, as a blob.
+
+        `held`: the log, if it is short; None: it is in its file."""
         if held is None and not is_plain(self._log):  # the task has put something else there
             self.result["log_truncated"] = True
             return
@@ -400,15 +423,15 @@ class LocalAttempt:
         if held is None or len(held) > LOG_TAIL_CHARS:
             with contextlib.suppress(BlobError):
                 if held is None:
-                    hash, size = await self._blobs.adopt(self._log, self.work.key.workflow)
+                    digest, size = await self._blobs.adopt(self._log, self.work.key.workflow)
                 else:
-                    hash, size = await self._blobs.put(held, self.work.key.workflow), len(held)
-                self.result["log"] = File(name="log", hash=hash, size=size)
+                    digest, size = await self._blobs.put(held, self.work.key.workflow), len(held)
+                self.result["log"] = File(name="log", hash=digest, size=size)
 
     # ----------------------------------------------------------------- calls
 
     def request(self, place: str) -> dict[str, Any]:
-        """`place`: where a value that is large goes, in a file of a name that nobody guesses."""
+        """`place`: the directory for a large value, in a file whose name cannot be guessed."""
         work = self.work
         self._value = f"{place}/{self._name}.value"
         return {
@@ -437,7 +460,7 @@ class LocalAttempt:
                 answer = await self._answer(worker, request)
         except BaseException as error:
             self._processes.discard(worker)
-            self._left = True  # perhaps a part of its value
+            self._left = True  # a part of its value may be on disk
             if isinstance(error, TimeoutError):
                 raise TaskFailed(too_long(work), cause="timeout") from None
             if isinstance(error, EOFError | OSError):
@@ -445,7 +468,7 @@ class LocalAttempt:
                     raise NurseryGone from None
                 raise TaskFailed(WORKER_DIED) from None
             raise
-        if answer.get("stale"):  # what it has imported was edited since: by another one, then
+        if answer.get("stale"):  # a module that it has imported was edited: use a new worker
             self._processes.discard(worker)
             await self._call()
             return
@@ -453,7 +476,7 @@ class LocalAttempt:
         await self._answered(answer)
 
     async def _bring_values(self, request: dict[str, Any]) -> None:
-        """Those it takes that are files: nothing but its own directory can be read by it."""
+        """Copy the values that are files into the task's directory, the only one it can read."""
         for _, _, values in request["references"]:
             for row in values:
                 if row[2]:
@@ -463,8 +486,8 @@ class LocalAttempt:
                     row[2] = str(copy)
         await asyncio.to_thread(self._hand_over)
 
-    async def _walled_call(self) -> None:
-        """In a process of its own inside the sandbox, which a warm worker can't enter."""
+    async def _sandboxed_call(self) -> None:
+        """The call runs in a process of its own inside the sandbox: a warm worker can't enter."""
         request = self.request(self._place)
         await self._bring_values(request)
         (self._home / ".request").write_bytes(msgpack.packb(request))
@@ -481,7 +504,7 @@ class LocalAttempt:
         await self._answered(answer)
 
     def short(self, answer: dict[str, Any]) -> dict[str, object] | None:
-        """What became of it, if there is nothing to move or to write; else `take` it."""
+        """The outcome of a call if there is nothing to move or to write; None: `take` it."""
         if answer.get("stale") or not answer["ok"] or answer.get("log") or answer.get("path"):
             return None
         value = Value(answer.get("encoding", ""), answer.get("data", b""))
@@ -499,10 +522,10 @@ class LocalAttempt:
             self._left = True
             made = Path(self._value)
             if not self._value or not is_plain(made):
-                raise TaskFailed("its reply lies: it names a value that is not there")
-            hash, size = await self._blobs.adopt(made, self.work.key.workflow)
-            self._transfer.held(hash)
-            file = File(name="value", hash=hash, size=size)
+                raise TaskFailed("the worker's reply names a value file that does not exist")
+            digest, size = await self._blobs.adopt(made, self.work.key.workflow)
+            self._transfer.held(digest)
+            file = File(name="value", hash=digest, size=size)
         self.result["value"] = Value(answer.get("encoding", ""), answer.get("data", b""), file)
 
     async def _answer(self, worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
@@ -527,31 +550,31 @@ class LocalAttempt:
     # ----------------------------------------------------------------- outputs
 
     async def _collect(self) -> tuple[File, ...]:
-        """All are looked at before the first is taken: one may be a link to another. What is taken
-        lies among the peer's own files before anything more is done with it: something that the
-        task has left running may still change what is in its directory."""
+        """All outputs are checked before the first is taken: one may be a link to another. Each is
+        moved to the peer's own files before anything else is done with it: a process that the task
+        has left running may still change the task's directory."""
         taken: list[Path] = []
-        found = []
+        files = []
         try:
             copies = [await asyncio.to_thread(self._checked, name) for name in self.work.outputs]
             taken += [copy for copy in copies if copy is not None]
             for name, copy in zip(self.work.outputs, copies, strict=True):
                 path = copy if copy is not None else await asyncio.to_thread(self._take, name)
                 taken.append(path)
-                hash, size = await self._blobs.adopt(path, self.work.key.workflow)
-                self._transfer.held(hash)
-                found.append(File(name=name, hash=hash, size=size))
+                digest, size = await self._blobs.adopt(path, self.work.key.workflow)
+                self._transfer.held(digest)
+                files.append(File(name=name, hash=digest, size=size))
         finally:
             for path in taken:
                 path.unlink(missing_ok=True)
-        return tuple(found)
+        return tuple(files)
 
     def _checked(self, name: str) -> Path | None:
-        """If it is one of the task's own files: a copy of what it has by another name, too, such as
-        one file under two outputs; None of what can be taken as it is."""
-        trouble = file_problem(name)
-        if trouble:
-            raise TaskFailed(f"output {name!r}: {trouble}")
+        """Check that an output is one of the task's own files. Returns a copy if the file has
+        another name, too, such as one file under two outputs; None: it can be taken as it is."""
+        problem = file_problem(name)
+        if problem:
+            raise TaskFailed(f"output {name!r}: {problem}")
         root = Path(os.path.realpath(self._home))
         real = Path(os.path.realpath(self._home / name))
         if not real.is_relative_to(root):
@@ -559,11 +582,11 @@ class LocalAttempt:
         try:
             status = real.lstat()
         except (FileNotFoundError, NotADirectoryError):
-            raise TaskFailed(f"output {name!r} is missing: the task ended without it") from None
+            raise TaskFailed(f"output {name!r} is missing: the task did not make it") from None
         if stat.S_ISDIR(status.st_mode):
             raise TaskFailed(f"output {name!r} is a directory; outputs are files: pack it with tar")
         if not stat.S_ISREG(status.st_mode):
-            raise TaskFailed(f"output {name!r} is no plain file")
+            raise TaskFailed(f"output {name!r} is not a plain file")
         if status.st_nlink == 1 and real == root / name:
             return None
         with self._opened(str(real.relative_to(root)), name) as (file, _, _):
@@ -573,11 +596,11 @@ class LocalAttempt:
         with self._opened(name, name) as (file, directory, last):
             part = self._blobs.new_part()
             try:
-                # (with a directory, if only for show: else Python's `link` follows no link)
+                # (the directory is not used, but without one Python's `link` follows no link)
                 os.link(f"/proc/self/fd/{file}", part, src_dir_fd=directory, follow_symlinks=True)
             except OSError:
                 return self._copied(file)
-            with contextlib.suppress(OSError):  # else it has another name, and is copied
+            with contextlib.suppress(OSError):  # if it keeps another name, it is copied later
                 os.unlink(last, dir_fd=directory)
             return part
 
@@ -589,8 +612,8 @@ class LocalAttempt:
 
     @contextlib.contextmanager
     def _opened(self, path: str, name: str) -> Iterator[tuple[int, int, str]]:
-        """A plain file below the task's directory, its directory, and its name in that: no link on
-        the way is followed, whoever puts one there now."""
+        """A plain file below the task's directory, its directory, and its name in there. No link on
+        the way is followed, even one that is made at this moment."""
         *parts, last = path.split("/")
         with contextlib.ExitStack() as held:
 
@@ -607,19 +630,19 @@ class LocalAttempt:
                 directory = step(part, directory, os.O_RDONLY | os.O_DIRECTORY)
             file = step(last, directory, os.O_RDONLY | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise TaskFailed(f"output {name!r} is no plain file")
+                raise TaskFailed(f"output {name!r} is not a plain file")
             yield file, directory, last
 
     def _clean(self) -> None:
         if not remove_tree(self._home):
-            log.warning("%s can't be removed: it is tried again when the peer starts", self._home)
+            log.warning("can't remove %s; trying again at the peer's next start", self._home)
         self._log.unlink(missing_ok=True)
         if self._value:
             Path(self._value).unlink(missing_ok=True)
 
 
 class LocalLauncher:
-    """Where a peer's attempts run: a directory for each, below one that goes with the peer."""
+    """Makes a peer's attempts: each has a directory, below one that is removed with the peer's."""
 
     def __init__(
         self,
@@ -637,22 +660,22 @@ class LocalLauncher:
         self._parts = (processes, blobs, transfer, log_bytes_max, sandbox, limits)
         self._clear(directory)
         self._directory.mkdir(mode=0o700)
-        if processes.user_of("")[0] >= 0:  # each to its own directory there, and to no other
+        if processes.user_of("")[0] >= 0:  # each user may enter its own directory and no other
             self._directory.chmod(0o711)
 
     async def fetch(self, work: Work) -> Moved:
-        """Its inputs, before it begins."""
+        """Fetch the inputs of an attempt before it starts."""
         return (await self._parts[2].fetch_all(work.inputs)).moved
 
     def attempt(self, work: Work) -> LocalAttempt:
         return LocalAttempt(work, self._directory, *self._parts)
 
     def clear(self) -> None:
-        """No task runs any more."""
+        """Remove all directories, once no task runs any more."""
         remove_tree(self._directory)
 
     def _clear(self, data: Path) -> None:
-        """What tasks of an earlier run left goes, but nobody waits for it: it may be much."""
+        """Remove the files of an earlier run in the background, as there may be many."""
         if os.path.lexists(self._directory):
             self._directory.rename(data / f"{GONE}{secrets.token_hex(8)}")
         gone = list(data.glob(f"{GONE}*"))
@@ -663,16 +686,28 @@ class LocalLauncher:
 def _remove_all(directories: list[Path]) -> None:
     for directory in directories:
         if not remove_tree(directory):
-            log.warning("%s can't be removed: remove it by hand", directory)
+            log.warning("can't remove %s: remove it by hand", directory)
 
 
-async def _known(exit: asyncio.Future[Exit]) -> None:
-    if not exit.done():
-        raise PeerFailed("its process can't be ended")
+async def _known(exited: asyncio.Future[Exit]) -> None:
+    if not exited.done():
+        raise PeerFailed("the task's process can't be killed")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:  # one of the real-time signals, which have no names
+        return f"signal {number}"
+
+
+def _os_reason(error: OSError) -> str:
+    name = Path(error.filename).name if error.filename else "a file"
+    return f"this peer could not use {name}: {(error.strerror or str(error)).lower()}"
 
 
 def _read_reply(path: Path) -> dict[str, Any] | None:
-    """Written by the task's own process: a plain file of a sensible size, or nothing."""
+    """The reply, written by the task's own process: None unless it is a plain file."""
     try:
         with open_plain(path) as file:
             return read_reply(file.read(REPLY_BYTES_MAX))
@@ -686,11 +721,11 @@ def _has_bash() -> bool:
 
 
 class Unseen(Exception):
-    """A task keeps a part of its directory from being looked at: who knows how much it is."""
+    """A part of a task's directory can't be looked at, so its disk use is unknown."""
 
 
 def usage_below(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
-    """Bytes on disk and files below a directory, not counted much further than the limits."""
+    """Bytes on disk and number of files below a directory; stops counting beyond the limits."""
     size = files = 0
     stack = [root]
     while stack and size <= bytes_max and files <= files_max:
@@ -706,10 +741,10 @@ def usage_below(root: str, bytes_max: int, files_max: int) -> tuple[int, int]:
                         break
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                raise Unseen("its directories are nested deeper than a path may be long") from None
+                raise Unseen("its directories are nested deeper than a path can be long") from None
             if error.errno == errno.EACCES:
-                raise Unseen("it has a directory that nobody may look into") from None
-            continue  # it went away
+                raise Unseen("it made a directory that this peer can't read") from None
+            continue  # it was removed meanwhile
     return size, files
 
 
@@ -720,8 +755,7 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def too_large(used: int, asked: int, there: int) -> str:
-    most = (
-        f"{show_bytes(asked)} asked" if asked else f"all that this peer has is {show_bytes(there)}"
-    )
-    return f"killed: it used {show_bytes(used)} of memory, {most}"
+def too_large(used: int, asked: int, offered: int) -> str:
+    asked_text = f"the {show_bytes(asked)} it asked for; ask for more with `memory`"
+    limit = asked_text if asked else f"the {show_bytes(offered)} that this peer has"
+    return f"killed: it used {show_bytes(used)} of memory, more than {limit}"

@@ -234,7 +234,7 @@ class Daemon:
             return Sandbox.find(self._data, users("") if users is not None else None)
         except NoSandbox as error:
             if wanted != "auto":
-                raise
+                raise NoSandbox(f"no sandbox for tasks: {error}") from None
             log.warning(
                 "TASKS RUN WITHOUT A SANDBOX: %s. A task can read all files that its user can "
                 "read: give tokens only to people you trust, or fix it (docs/security.md)",

@@ -1,11 +1,11 @@
 """The nursery: a small process beside each peer that starts, watches and ends task processes.
 
-Why a process of its own: spawning from a large, threaded daemon is slow and blocks its loop; and
-when the daemon is killed, its end of the socket closes, and the nursery kills every task it
-started and goes: no orphan outlives a peer. It begins before the daemon has threads, and is the
-parent and (Linux) the reaper of everything that tasks leave behind. Workers are forks of it, and
-run their owner's code: so where tasks have a user of their own, it is a program of its own, with
-nothing in its memory or its variables that tasks must not see.
+It is a process of its own because spawning from a large, threaded daemon is slow and blocks the
+daemon's loop, and because no orphan may outlive a peer: when the daemon is killed, its end of the
+socket closes, and the nursery kills every task it has started and ends. It starts before the daemon
+has threads, and is the parent and (on Linux) the reaper of all processes that tasks leave behind.
+Workers are forks of it, and run their owner's code. So where tasks have a user of their own, the
+nursery is a separate program, with nothing in its memory or variables that tasks must not see.
 
 Daemon → nursery:  ["spawn", id, argv, cwd, new, env, log path, log bytes max, file bytes max,
                     user, group]
@@ -16,13 +16,13 @@ Nursery → daemon:  ["exited", id, code, log truncated, max rss, log or nil, re
                    ["worker", id, pid] with the worker's socket attached
                    ["usage", id, rss bytes, processes, bytes in files without a name]
 
-Under another user than the daemon's (-1: under its own), if the daemon is root: the nursery takes
-on that user for the moment of the spawn, with root as its saved id to come back; what it starts has
-none, as the saved id is set anew by `exec`.
+To start a process as another user (-1: as the daemon's own), if the daemon is root, the nursery
+becomes that user for the moment of the spawn and keeps root as its saved id to come back. The new
+process can't come back, as `exec` sets its saved id anew.
 
 Starting a command is the hot path of a peer: `posix_spawn`, a pidfd and a pipe in one epoll, and
-no file: a directory that is `new` is made here, and goes here if it is still empty at the end; a
-log is sent with the exit unless it is long. What is to be said is said once per round of events.
+no file. A `new` directory is made here, and removed here if it is still empty at the end; a log is
+sent with the exit unless it is long. Messages to the daemon are sent once per round of events.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ LENGTH = struct.Struct("!I")
 MARKER = "VALENCE_ATTEMPT"
 OPEN_FILES_MAX = 4096
 WORKER_FILE_BYTES_MAX = 64 * 2**30
-#: a log up to this long goes with the exit, and never to a file
+#: a log up to this length is sent with the exit, and never written to a file
 LOG_INLINE_BYTES_MAX = 16 * 1024
 PROGRAMS_REMEMBERED = 1000
-USER_PROCESSES_MAX = 2000  # of one owner's tasks at this machine, where each has a user of its own
+USER_PROCESSES_MAX = 2000  # of one owner on this machine, where each owner has its own user
 _SIGNALS_IGNORED_BY_PYTHON = [signal.SIGPIPE, signal.SIGXFSZ]
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere we do without."""
+    """On Linux only; without any effect elsewhere."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """In the daemon: should its nursery be killed, the tasks become the daemon's to end."""
+    """In the daemon: if its nursery is killed, the tasks become the daemon's children to end."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -89,15 +89,17 @@ class _Child:
     log_path: str = ""
     log: int = -1
     held: bytearray = field(default_factory=bytearray)  # a short log, before it gets a file
-    log_left: int = 0  # of the first half, which goes to the file as it comes
+    log_left: int = 0  # free bytes of the first half, which is written to the file as it comes
     tail_max: int = 0
-    tail: bytearray = field(default_factory=bytearray)  # of the rest, the last half
+    tail: bytearray = field(default_factory=bytearray)  # the last half: the end of the rest
     left_out: int = 0
     truncated: bool = False
     code: int | None = None
 
 
 class Nursery:
+    """The nursery's own loop: orders from the daemon, output and exits of its children."""
+
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._epoll = select.epoll()
@@ -109,7 +111,7 @@ class Nursery:
         self._file_bytes_max = -1
 
     def run(self) -> None:
-        # deaf by handlers, not by SIG_IGN: what is ignored stays ignored in every child
+        # ignored by handlers, not by SIG_IGN, which every child would inherit
         signal.signal(signal.SIGINT, lambda number, frame: None)
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -127,11 +129,11 @@ class Nursery:
             while True:
                 for fd, _ in self._epoll.poll():
                     callback = self._callbacks.get(fd)
-                    if callback is not None:  # else it was closed in this very round
+                    if callback is not None:  # else it was closed in this same round
                         callback()
                 self._flush()
         except EOFError:
-            pass  # the daemon is gone
+            pass  # the daemon has ended
         finally:
             for child in list(self._children.values()):
                 self._kill(child, signal.SIGKILL)
@@ -142,7 +144,7 @@ class Nursery:
         self._epoll.register(fd, select.EPOLLIN)
 
     def _close(self, fd: int) -> None:
-        """Closing takes it out of the epoll: nobody else has it open."""
+        """Closing also takes it out of the epoll, as no other process has it open."""
         del self._callbacks[fd]
         os.close(fd)
 
@@ -186,7 +188,7 @@ class Nursery:
 
     def _on_spawn(
         self,
-        id: int,
+        child_id: int,
         argv: list[str],
         cwd: str,
         new: bool,
@@ -207,7 +209,7 @@ class Nursery:
             read, write = os.pipe()
             opened += [read, write]
             self._limit(file_bytes_max)
-            os.chdir(cwd)  # this process has one thread, and no use for a directory of its own
+            os.chdir(cwd)  # this process has one thread, and needs no directory of its own
             with _acting_as(user, group):
                 pid = os.posix_spawn(
                     program,
@@ -230,11 +232,11 @@ class Nursery:
             if new:
                 with contextlib.suppress(OSError):
                     os.rmdir(cwd)
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._tell("failed", id, f"{argv[0]}: {reason}")
+            reason = (error.strerror or "").lower() if isinstance(error, OSError) else str(error)
+            self._tell("failed", child_id, f"{argv[0]}: {reason}")
             return
         os.close(write)
-        child = _Child(id, pid, pidfd, env.get(MARKER, ""), cwd if new else "")
+        child = _Child(child_id, pid, pidfd, env.get(MARKER, ""), cwd if new else "")
         child.pipe, child.log_path = read, log_path
         child.tail_max = log_bytes_max // 2
         child.log_left = log_bytes_max - child.tail_max
@@ -243,24 +245,24 @@ class Nursery:
         self._listen(read, lambda: self._output(child))
 
     def _program(self, name: str, path: str, cwd: str) -> str:
-        """As a shell finds it: a name in the task's PATH, anything with a slash as it is."""
+        """Find it as a shell does: a name in the task's PATH, anything with a slash as it is."""
         if "/" in name:
             return name if name.startswith("/") else os.path.join(cwd, name)
-        found = self._programs.get((name, path))
-        if found is None:
+        program = self._programs.get((name, path))
+        if program is None:
             entries = [os.path.join(cwd, entry) for entry in path.split(":")]
-            place = shutil.which(name, path=":".join(entries))
-            if place is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            program = shutil.which(name, path=":".join(entries))
+            if program is None:
+                raise FileNotFoundError(errno.ENOENT, "command not found", name)
             if entries != path.split(":"):
-                return place  # in the task's own directory, perhaps: only now, only for it
+                return program  # it may be in the task's own directory: not to be remembered
             if len(self._programs) >= PROGRAMS_REMEMBERED:
                 self._programs.clear()
-            self._programs[(name, path)] = found = place
-        return found
+            self._programs[(name, path)] = program
+        return program
 
     def _limit(self, file_bytes_max: int) -> None:
-        """A child inherits the limits its parent has at that moment, from its first line on."""
+        """Set this process's own limit: a child inherits it, and so has it from its first line."""
         if file_bytes_max != self._file_bytes_max:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             limit = file_bytes_max if hard == resource.RLIM_INFINITY else min(file_bytes_max, hard)
@@ -271,23 +273,29 @@ class Nursery:
         self._children[child.id] = child
         self._listen(child.pidfd, lambda: self._ended(child))
 
-    def _on_kill(self, id: int, number: int) -> None:
-        child = self._children.get(id)
+    def _on_kill(self, child_id: int, number: int) -> None:
+        child = self._children.get(child_id)
         if child is not None:
             self._kill(child, number)
 
-    def _on_usage(self, id: int) -> None:
-        child = self._children.get(id)
-        self._tell("usage", id, *((0, 0, 0) if child is None else self._usage(child)))
+    def _on_usage(self, child_id: int) -> None:
+        child = self._children.get(child_id)
+        self._tell("usage", child_id, *((0, 0, 0) if child is None else self._usage(child)))
 
     def _usage(self, child: _Child) -> tuple[int, int, int]:
-        """Of all that it has started, also of what fled from it into a session of its own."""
+        """Of a child and all it has started, also of those that left it for their own session."""
         known = {c.pid for c in self._children.values()}
         fled = [p for p in children_of(os.getpid()) if p not in known and _marked(p, child.marker)]
         return usage_of([child.pid, *fled])
 
     def _on_worker(
-        self, id: int, log_path: str, place: str, parent_path: list[str], user: int, group: int
+        self,
+        child_id: int,
+        log_path: str,
+        place: str,
+        parent_path: list[str],
+        user: int,
+        group: int,
     ) -> None:
         try:
             os.mkdir(place, 0o700)
@@ -295,9 +303,9 @@ class Nursery:
                 os.chown(place, user, group)
             ours, theirs = socket.socketpair()
         except OSError as error:
-            self._tell("failed", id, f"a worker can't be started: {error.strerror}")
+            self._no_worker(child_id, error)
             return
-        marker = f"worker-{os.getpid()}-{id}"
+        marker = f"worker-{os.getpid()}-{child_id}"
         with ours, theirs:
             try:
                 pid = os.fork()
@@ -305,17 +313,21 @@ class Nursery:
                     ours.close()
                     _become_worker(theirs, log_path, parent_path, marker, user, group)
                 pidfd = os.pidfd_open(pid)
-            except OSError as error:  # no more processes or files: its own channel ends a child
-                self._tell("failed", id, f"a worker can't be started: {error.strerror}")
+            except OSError as error:  # out of processes or files: a child sees its channel close
+                self._no_worker(child_id, error)
                 return
-            self._watch(_Child(id, pid, pidfd, marker))
-            self._tell("worker", id, pid, fd=ours.fileno())
+            self._watch(_Child(child_id, pid, pidfd, marker))
+            self._tell("worker", child_id, pid, fd=ours.fileno())
+
+    def _no_worker(self, child_id: int, error: OSError) -> None:
+        reason = (error.strerror or str(error)).lower()
+        self._tell("failed", child_id, f"this peer can't start a worker process: {reason}")
 
     # ----------------------------------------------------------------- events
 
     def _output(self, child: _Child) -> None:
         if child.pipe < 0:
-            return  # it ended in the same round of events
+            return  # the child ended in this same round of events
         try:
             data = os.read(child.pipe, 1 << 16)
         except BlockingIOError:
@@ -334,13 +346,13 @@ class Nursery:
         if rest:
             child.tail += rest
             surplus = len(child.tail) - child.tail_max
-            if surplus > 0:  # the beginning says what it was about, the end how it ended
+            if surplus > 0:  # the beginning shows what was run, the end how it ended
                 child.left_out += surplus
                 del child.tail[:surplus]
 
     def _open_log(self, child: _Child) -> None:
         try:
-            # made here, or not at all: what a task may have put there, a pipe say, is not opened
+            # only a new file is opened, never one that a task may have put there, such as a pipe
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             child.log = os.open(child.log_path, flags, 0o600)
         except OSError:
@@ -376,18 +388,18 @@ class Nursery:
     def _ended(self, child: _Child) -> None:
         pid, status, usage = os.wait4(child.pid, os.WNOHANG)
         if not pid:
-            return  # an event of a descriptor that had this number before
+            return  # the event was for an earlier descriptor with this number
         child.code = os.waitstatus_to_exitcode(status)
         self._close(child.pidfd)
         if child.pipe >= 0:
             self._drain(child)
-        self._kill(child, signal.SIGKILL)  # what it left running in its group
+        self._kill(child, signal.SIGKILL)  # processes that it left running in its group
         self._close_pipe(child)
         del self._children[child.id]
         self._sweep(child.marker)
         removed = False
         if child.cwd:
-            with contextlib.suppress(OSError):  # there is something in it
+            with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(child.cwd)
                 removed = True
         log = bytes(child.held) if child.log < 0 else None
@@ -395,7 +407,8 @@ class Nursery:
         self._tell("exited", child.id, child.code, child.truncated, rss, log, removed)
 
     def _drain(self, child: _Child) -> None:
-        """What it wrote before it ended; a background child may hold the pipe open for ever."""
+        """Read what it wrote before it ended, and no more: a background process may keep the pipe
+        open for ever."""
         for _ in range(64):
             if child.pipe < 0:
                 return
@@ -407,13 +420,14 @@ class Nursery:
     def _kill(self, child: _Child, number: int) -> None:
         try:
             os.killpg(child.pid, number)
-        except OSError:  # no group any more, or a process of another user in it
+        except OSError:  # the group is gone, or has a process of another user
             if child.code is None:
                 with contextlib.suppress(OSError):
                     os.kill(child.pid, number)
 
     def _sweep(self, marker: str = "", everything: bool = False) -> None:
-        """End what fled from its group into a session of its own: it became our child."""
+        """Kill processes that left their group for a session of their own: they became children of
+        this process."""
         known = {child.pid for child in self._children.values()}
         for pid in children_of(os.getpid()):
             if pid in known and not everything:
@@ -441,15 +455,15 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    found = children_of(pid)
-    for child in found:  # grows while it is walked
-        found.extend(children_of(child))
-    return found
+    pids = children_of(pid)
+    for child in pids:  # the list grows while it is walked
+        pids.extend(children_of(child))
+    return pids
 
 
 def usage_of(roots: list[int]) -> tuple[int, int, int]:
-    """Bytes of memory, processes, and bytes in files that are open and have no name any more, of
-    these processes and all below them."""
+    """Bytes of memory, number of processes, and bytes in open files whose names are removed, of
+    these processes and all their descendants."""
     total = 0
     members = [member for root in roots for member in (root, *descendants(root))]
     nameless: dict[tuple[int, int], int] = {}
@@ -461,18 +475,18 @@ def usage_of(roots: list[int]) -> tuple[int, int, int]:
     return total * resource.getpagesize(), len(members), sum(nameless.values())
 
 
-def _find_nameless(pid: int, found: dict[tuple[int, int], int]) -> None:
+def _find_nameless(pid: int, nameless: dict[tuple[int, int], int]) -> None:
     with os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in itertools.islice(entries, OPEN_FILES_MAX):
             with contextlib.suppress(OSError):
                 status = os.stat(entry.path)
                 if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                    nameless[status.st_dev, status.st_ino] = status.st_blocks * 512
 
 
 @contextlib.contextmanager
 def _acting_as(user: int, group: int) -> Iterator[None]:
-    """What is started meanwhile has this user, and no way back to root."""
+    """Processes that are started meanwhile have this user, and no way back to root."""
     if user < 0:
         yield
         return
@@ -492,7 +506,7 @@ def _acting_as(user: int, group: int) -> Iterator[None]:
 def _become_worker(
     channel: socket.socket, log_path: str, path: list[str], marker: str, user: int, group: int
 ) -> None:
-    """In the fork: keep only the channel, and never return."""
+    """In the fork: keep nothing open but the channel, and never return."""
     code = 1
     try:
         os.setsid()
@@ -503,7 +517,7 @@ def _become_worker(
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # not for the call's own children: while one had it open, a crash would not be seen
+        # not inherited by the call's own children: while one has it open, a crash goes unnoticed
         kept = os.dup2(channel.fileno(), 3, inheritable=False) if channel.fileno() != 3 else 3
         os.environ[MARKER] = marker
         resource.setrlimit(resource.RLIMIT_FSIZE, (WORKER_FILE_BYTES_MAX,) * 2)
@@ -516,7 +530,7 @@ def _become_worker(
             os.setgroups([])
             os.setresgid(group, group, group)
             os.setresuid(user, user, user)
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has undone it
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has cleared it
         serve(socket.socket(fileno=kept), path)
         code = 0
     except BaseException as error:
@@ -526,13 +540,13 @@ def _become_worker(
         os._exit(code)
 
 
-#: variables that may hold a secret: no worker, and nothing that one starts, is to see them
+#: variables that may hold a secret: no worker and no process of a task may see them
 _SECRET = ("VALENCE_", "AWS_")
 _SECRET_PARTS = ("SECRET", "TOKEN", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY")
 
 
 def harmless(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without those that may hold a secret."""
+    """The variables except those that may hold a secret."""
     return {
         name: value
         for name, value in variables.items()
@@ -541,7 +555,7 @@ def harmless(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def launch() -> tuple[socket.socket, int]:
-    """As a program of its own, which knows nothing that its parent knows."""
+    """Start the nursery as a separate program, with nothing of its parent's memory."""
     ours, theirs = socket.socketpair()
     package, module = __name__.rpartition(".")[::2]
     root = Path(valence.__file__).parents[1]
@@ -555,13 +569,13 @@ def launch() -> tuple[socket.socket, int]:
             stdin=subprocess.DEVNULL,
             env=harmless(os.environ),
         )
-    made.returncode = 0  # its end is seen by its channel
+    made.returncode = 0  # not waited for: its channel shows when it ends
     return ours, made.pid
 
 
 def start(apart: bool = False) -> tuple[socket.socket, int]:
-    """The daemon's end of the channel, and the pid. `apart`: what the daemon has in memory is
-    nothing for tasks, which run as somebody else; a fork would have it all."""
+    """The daemon's end of the channel, and the pid. `apart`: tasks run as other users, who must not
+    see the daemon's memory, which a fork would have."""
     if apart:
         return launch()
     ours, theirs = socket.socketpair()
@@ -578,5 +592,5 @@ def start(apart: bool = False) -> tuple[socket.socket, int]:
 
 
 def serve(fd: int) -> None:
-    os.set_inheritable(fd, False)  # it is ours alone, not for tasks
+    os.set_inheritable(fd, False)  # tasks must not have it
     Nursery(socket.socket(fileno=fd)).run()

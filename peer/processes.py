@@ -1,4 +1,4 @@
-"""The daemon's side of the nursery: start a command, run a call in a warm worker, end either."""
+"""The daemon's side of the nursery: starts commands, runs calls in warm workers, ends either."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REPLY_BYTES_MAX = 64 * 2**20
 IDLE_WORKERS_MAX = 64
 VALUE_BYTES_MAX = 64 * 1024
 PLACE_KEPT_S = 5.0
-WORK = "work"  # below a peer's directory, what tasks have
+WORK = "work"  # directory of all tasks, below the peer's own
 
 
 class StartFailed(Exception):
@@ -48,28 +48,28 @@ class Exit:
     log_truncated: bool
     max_rss_bytes: int
     log: bytes | None  # None: it is long, and in its file
-    removed: bool  # the directory that was made for it is gone again
+    removed: bool  # the directory that was made for the command is removed again
 
 
 class Usage(NamedTuple):
-    """Of a process and of all that it has started."""
+    """What a process uses, with all processes that it has started."""
 
     memory_bytes: int = 0
     processes: int = 0
-    nameless_bytes: int = 0  # on disk, in files that are open and have no name any more
+    nameless_bytes: int = 0  # on disk, in open files whose names are removed
 
 
 OnReply = Callable[[Reply], None]
 
 
 class LocalWorker(asyncio.Protocol):
-    """One warm process, used by one call at a time; its answer comes as a callback."""
+    """One warm process, used by one call at a time; its answer comes by a callback."""
 
-    def __init__(self, id: int, pid: int, owner: str, place: str) -> None:
-        self.id = id
+    def __init__(self, child_id: int, pid: int, owner: str, place: str) -> None:
+        self.id = child_id
         self.pid = pid
         self.owner = owner
-        self.place = place  # where it leaves values
+        self.place = place  # directory for large values
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._on_reply: OnReply | None = None
@@ -89,10 +89,10 @@ class LocalWorker(asyncio.Protocol):
     async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.send(request, lambda reply: _set(future, reply))
-        found = await future
-        if found is None:
+        reply = await future
+        if reply is None:
             raise EOFError("the worker ended")
-        return found
+        return reply
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -103,7 +103,7 @@ class LocalWorker(asyncio.Protocol):
             self.close()
         elif len(self._buffer) >= LENGTH.size + length:
             packed = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
-            self._buffer.clear()  # one call at a time: nothing can follow its answer
+            self._buffer.clear()  # one call at a time: nothing can follow an answer
             self._done(read_reply(packed))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -120,27 +120,34 @@ class LocalWorker(asyncio.Protocol):
 
 
 def read_reply(packed: bytes) -> dict[str, Any]:
-    """What the worker answered, which runs the user's code and may say anything. A lie is the
-    call's failure, and told as such: it is not asked again."""
+    """Check a worker's reply: the worker runs the user's code, which may send anything. An invalid
+    reply fails the call, and the call is not retried."""
     try:
-        # flat and small in number: a few bytes must not become a heap of objects
-        found = msgpack.unpackb(packed, max_array_len=0, max_map_len=16, max_ext_len=0)
+        # flat and with few keys: a few bytes must not become a heap of objects
+        reply = msgpack.unpackb(packed, max_array_len=0, max_map_len=16, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
-        return _lie("it can't be read")
-    if not isinstance(found, dict) or not isinstance(found.get("ok"), bool):
-        return _lie("it does not say whether it succeeded")
-    for key, value in found.items():
+        return _lie("it can't be decoded")
+    if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+        return _lie("it does not say whether the call succeeded")
+    for key, value in reply.items():
         kind = _REPLY.get(key, object)
         if not isinstance(value, kind):
-            return _lie(f"its {key} is no {kind.__name__}")
-    if found["ok"] and not found.get("path"):
-        if found.get("encoding") not in ("json", "pickle"):
-            return _lie("its value is neither JSON nor a pickle")
-        if len(found.get("data", b"")) > VALUE_BYTES_MAX:
-            return _lie("its value is too large to travel like this")
-        if found["encoding"] == "json" and not _is_json(found.get("data", b"")):
-            return _lie("its value is no JSON")
-    return found
+            return _lie(f"`{key}` is not of type {kind.__name__}")
+    if reply["ok"] and not reply.get("path"):
+        problem = _value_problem(reply.get("encoding"), reply.get("data", b""))
+        if problem:
+            return _lie(problem)
+    return reply
+
+
+def _value_problem(encoding: object, data: bytes) -> str:
+    if encoding not in ("json", "pickle"):
+        return "the value is neither JSON nor a pickle"
+    if len(data) > VALUE_BYTES_MAX:
+        return "the value is too large to be part of a reply"
+    if encoding == "json" and not _is_json(data):
+        return "the value is not valid JSON"
+    return ""
 
 
 _SIMPLE = re.compile(rb"-?[1-9]\d{0,17}|0|true|false|null")
@@ -166,9 +173,8 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def _lie(what: str) -> dict[str, Any]:
-    error = f"what its worker replied is not what workers reply: {what}"
-    return {"ok": False, "error": error, "lie": True}
+def _lie(problem: str) -> dict[str, Any]:
+    return {"ok": False, "error": f"invalid reply from the call's worker: {problem}", "lie": True}
 
 
 class LocalProcesses:
@@ -186,8 +192,8 @@ class LocalProcesses:
         self._exits: dict[int, asyncio.Future[Exit]] = {}
         self._workers: dict[int, asyncio.Future[tuple[int, socket.socket]]] = {}
         self._usages: dict[int, asyncio.Future[Usage]] = {}
-        self._places: dict[int, Path] = {}  # of workers: a directory each, that goes with it
-        self._idle: list[LocalWorker] = []  # the one that was used last stands last
+        self._places: dict[int, Path] = {}  # of workers: a directory each, removed with its worker
+        self._idle: list[LocalWorker] = []  # the most recently used worker is last
         self._alive: set[int] = set()
         self._closing = False
         self._attach(channel)
@@ -197,12 +203,12 @@ class LocalProcesses:
         channel.setblocking(False)
         self._buffer = bytearray()
         self._fds: list[int] = []
-        self._orders = bytearray()  # what was told before is for one that is gone
+        self._orders = bytearray()  # earlier orders were for a nursery that is gone
         self._flushing = False
         asyncio.get_running_loop().add_reader(channel.fileno(), self._readable)
 
     def _tell(self, *row: Any) -> None:
-        """What is told in one round of the loop goes in one piece."""
+        """Orders of one round of the loop are sent together."""
         packed = msgpack.packb(row)
         self._orders += LENGTH.pack(len(packed)) + packed
         if not self._flushing:
@@ -218,7 +224,7 @@ class LocalProcesses:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self._orders.clear()  # it is gone; the reader sees to that
+            self._orders.clear()  # the nursery is gone; the reader handles that
         if self._orders:
             loop.add_writer(self._channel.fileno(), self._flush)
         else:
@@ -248,31 +254,31 @@ class LocalProcesses:
             self._event(row)
 
     def _event(self, row: list[Any]) -> None:
-        kind, id = row[0], row[1]
+        kind, child_id = row[0], row[1]
         if kind == "exited":
-            self._alive.discard(id)
-            self._forget_place(id)
-            self._idle = [w for w in self._idle if w.id != id or w.close()]  # type: ignore[func-returns-value]
-            _set(self._exits.pop(id, None), Exit(*row[2:]))
+            self._alive.discard(child_id)
+            self._forget_place(child_id)
+            self._idle = [w for w in self._idle if w.id != child_id or w.close()]  # type: ignore[func-returns-value]
+            _set(self._exits.pop(child_id, None), Exit(*row[2:]))
         elif kind == "failed":
-            _fail(self._exits.pop(id, None), StartFailed(row[2]))
-            _fail(self._workers.pop(id, None), NurseryGone(row[2]))
-            self._forget_place(id)
+            _fail(self._exits.pop(child_id, None), StartFailed(row[2]))
+            _fail(self._workers.pop(child_id, None), NurseryGone(row[2]))
+            self._forget_place(child_id)
         elif kind == "worker":
-            self._alive.add(id)
+            self._alive.add(child_id)
             channel = socket.socket(fileno=self._fds.pop(0))
-            future = self._workers.pop(id, None)
+            future = self._workers.pop(child_id, None)
             if future is None or future.done():
                 channel.close()
-                self._tell("kill", id, int(signal.SIGKILL))
+                self._tell("kill", child_id, int(signal.SIGKILL))
             else:
                 future.set_result((row[2], channel))
         elif kind == "usage":
-            _set(self._usages.pop(id, None), Usage(*row[2:]))
+            _set(self._usages.pop(child_id, None), Usage(*row[2:]))
 
-    def _forget_place(self, id: int) -> None:
-        """What it left last may still be on its way to the blobs."""
-        place = self._places.pop(id, None)
+    def _forget_place(self, child_id: int) -> None:
+        """Remove a worker's directory, but not yet: its last value may still be being copied."""
+        place = self._places.pop(child_id, None)
         if place is not None:
             loop = asyncio.get_running_loop()
             later = functools.partial(loop.run_in_executor, None, remove_tree, place)
@@ -285,7 +291,7 @@ class LocalProcesses:
         self._channel.close()
 
     def _lost(self) -> None:
-        """The nursery was killed. Its children die or are ended; start another one."""
+        """The nursery was killed: end its children, and start another one."""
         self.losses += 1
         self._detach()
         waiting: list[asyncio.Future[Any]] = [
@@ -293,36 +299,36 @@ class LocalProcesses:
             *self._workers.values(),
             *self._usages.values(),
         ]
-        for found in (self._exits, self._workers, self._usages):
-            found.clear()
+        for futures in (self._exits, self._workers, self._usages):
+            futures.clear()
         for future in waiting:
             _fail(future, NurseryGone())
         for worker in self._idle:
             worker.close()
         self._idle.clear()
         self._alive.clear()
-        for id in list(self._places):
-            self._forget_place(id)
+        for child_id in list(self._places):
+            self._forget_place(child_id)
         self._orders.clear()
         self._flushing = False
-        # what it ran became this process's children (see `adopt_orphans`): end them
+        # its children are this process's children now (see `adopt_orphans`): end them
         for pid in nursery.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self._start_another()
 
     def _start_another(self) -> None:
-        """This process has threads by now: exec a fresh one instead of forking."""
+        """This process has threads by now, so the new nursery is a new program, not a fork."""
         if self._closing:
             return
         try:
-            ours, _ = nursery.launch()
-        except OSError:  # no process or file can be had now: what is asked meanwhile waits
-            log.exception("the nursery can't be started again yet")
+            channel, _ = nursery.launch()
+        except OSError:  # out of processes or files: orders wait meanwhile
+            log.exception("can't restart the process nursery, trying again in %g s", RESTART_S)
             asyncio.get_running_loop().call_later(RESTART_S, self._start_another)
             return
         orders = bytes(self._orders)
-        self._attach(ours)
+        self._attach(channel)
         if orders:
             self._orders += orders
             self._flushing = True
@@ -341,37 +347,37 @@ class LocalProcesses:
         file_bytes_max: int,
         owner: str = "",
     ) -> tuple[int, asyncio.Future[Exit]]:
-        """`new`: its directory is made for it, and removed if it leaves nothing there."""
-        id = next(self._ids)
+        """`new`: the nursery makes the directory, and removes it if it is empty at the end."""
+        child_id = next(self._ids)
         future: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._exits[id] = future
+        self._exits[child_id] = future
         self.spawned += 1
         limits = (log_bytes_max, file_bytes_max)
-        self._tell("spawn", id, argv, cwd, new, env, log, *limits, *self.user_of(owner))
-        return id, future
+        self._tell("spawn", child_id, argv, cwd, new, env, log, *limits, *self.user_of(owner))
+        return child_id, future
 
     def user_of(self, owner: str) -> tuple[int, int]:
-        """Under which user and group a task of this owner runs; -1: as this peer."""
+        """The user and group as which a task of this owner runs; -1: the peer's own."""
         return self._users(owner)
 
-    async def end(self, id: int, exit: asyncio.Future[Exit]) -> None:
-        """The whole tree: politely, then for good."""
-        self._tell("kill", id, int(signal.SIGTERM))
-        await asyncio.wait([exit], timeout=TERM_GRACE_S)
-        if not exit.done():
-            self._tell("kill", id, int(signal.SIGKILL))
-            await asyncio.wait([exit], timeout=TERM_GRACE_S)
+    async def end(self, child_id: int, exited: asyncio.Future[Exit]) -> None:
+        """End the whole process tree: first SIGTERM, then SIGKILL."""
+        self._tell("kill", child_id, int(signal.SIGTERM))
+        await asyncio.wait([exited], timeout=TERM_GRACE_S)
+        if not exited.done():
+            self._tell("kill", child_id, int(signal.SIGKILL))
+            await asyncio.wait([exited], timeout=TERM_GRACE_S)
 
-    async def usage(self, id: int) -> Usage:
+    async def usage(self, child_id: int) -> Usage:
         future: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
-        self._usages[id] = future
-        self._tell("usage", id)
+        self._usages[child_id] = future
+        self._tell("usage", child_id)
         return await future
 
     # ----------------------------------------------------------------- workers
 
     def idle_worker(self, owner: str) -> LocalWorker | None:
-        """One that has run nobody else's code: what a call does to its process stays in it."""
+        """A worker that has only run this owner's code: a call may change its process for good."""
         for index in range(len(self._idle) - 1, -1, -1):
             if self._idle[index].owner == owner:
                 worker = self._idle.pop(index)
@@ -384,17 +390,17 @@ class LocalProcesses:
         idle = self.idle_worker(owner)
         if idle is not None:
             return idle
-        id = next(self._ids)
+        child_id = next(self._ids)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[int, socket.socket]] = loop.create_future()
-        self._workers[id] = future
-        log = str(self._directory / f"worker-{id}.log")
+        self._workers[child_id] = future
+        log = str(self._directory / f"worker-{child_id}.log")
         place = self._directory / WORK / f"worker-{secrets.token_hex(8)}"
         place.parent.mkdir(mode=0o711, exist_ok=True)
-        self._places[id] = place
-        self._tell("worker", id, log, str(place), sys.path, *self.user_of(owner))
+        self._places[child_id] = place
+        self._tell("worker", child_id, log, str(place), sys.path, *self.user_of(owner))
         pid, channel = await future
-        worker = LocalWorker(id, pid, owner, str(place))
+        worker = LocalWorker(child_id, pid, owner, str(place))
         await loop.create_unix_connection(lambda: worker, sock=channel)
         return worker
 
@@ -404,15 +410,15 @@ class LocalProcesses:
             return
         self._idle.append(worker)
         if len(self._idle) > IDLE_WORKERS_MAX:
-            self.discard(self._idle.pop(0))  # of whoever used one least lately
+            self.discard(self._idle.pop(0))  # the least recently used worker
 
     def discard(self, worker: LocalWorker) -> None:
-        """It crashed, or is to: the next call gets a new one."""
+        """End a worker, if it has not crashed already; the next call gets a new one."""
         self._tell("kill", worker.id, int(signal.SIGKILL))
         worker.close()
 
     async def close(self) -> None:
-        """Closing the channel ends the nursery, and with it all it started."""
+        """Closing the channel ends the nursery, and with it all processes that it started."""
         self._closing = True
         for worker in self._idle:
             worker.close()
@@ -429,4 +435,4 @@ def _set(future: asyncio.Future[Any] | None, value: Any) -> None:
 def _fail(future: asyncio.Future[Any] | None, error: Exception) -> None:
     if future is not None and not future.done():
         future.set_exception(error)
-        future.exception()  # it may be that nobody waits any more
+        future.exception()  # marked as retrieved: the waiting task may be gone

@@ -1,11 +1,11 @@
-"""Whose processes tasks are: never root's, and never this peer's own where it may choose.
+"""Gives each owner's tasks a system user of their own, if the peer runs as root.
 
-A peer that runs as root gives each owner's tasks a user of their own, inside the sandbox as well,
-from a range that nothing else uses: one drawn for this peer, as there may be others on the machine.
-What one owner's tasks leave, another's can't touch, and none can read what is the peer's. Which
-owner has which user stands in a file of the peer: no two ever share one, and nobody inherits what
-another left. Where such a user could not even start Python (it lies in root's home directory, say),
-the peer says so and does not pretend.
+Tasks never run as root, nor as the peer's own user where the peer can choose; this holds inside the
+sandbox, too. The users are from a range that nothing else uses, drawn at random for this peer, as
+there may be other peers on the machine. The tasks of one owner can't touch the files of another's,
+and none can read the peer's files. The user of each owner is kept in a file of the peer: no two
+owners ever share a user, and no owner inherits another's files. Where such a user could not even
+start Python (because it is in root's home directory, for example), the peer reports that at start.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-#: from where on users are given out, and how many there are
+#: ranges of user ids: the first, and their number
 ALL = (2_000_000, 2_000_000_000)
-FEW = (20_000, 40_000)  # where only some are mapped into this namespace
+FEW = (20_000, 40_000)  # where only some ids are mapped into this namespace
 PEER_USERS = 100_000
-PEERS_MIN = 40  # on one machine, that mostly have users of their own
+PEERS_MIN = 40  # so many peers on one machine have, in most cases, no user id in common
 TRY_S_MAX = 10.0
 _TRY = "import os, sys, msgpack; os.chdir(sys.argv[1]); open('x', 'w').close()"
 
 
 class NoUsers(ValueError):
-    """No owner can have a user of its own here, and why."""
+    """Why owners can't have users of their own here."""
 
 
 class Users:
+    """The user id of each owner; a new owner gets the next free one."""
+
     def __init__(self, directory: Path, first: int, count: int) -> None:
         self._path = directory / "users.json"
         each = max(1, min(PEER_USERS, count // PEERS_MIN))
@@ -48,23 +50,23 @@ class Users:
         self._free = self._unused()
 
     def __call__(self, owner: str) -> tuple[int, int]:
-        """User and group of an owner's tasks."""
-        found = self._users.get(owner)
-        if found is None:
-            with self._lock:  # threads that lay out directories ask, too
-                found = self._users.get(owner) or self._given(owner)
-        return found, found
+        """The user and the group of an owner's tasks."""
+        user = self._users.get(owner)
+        if user is None:
+            with self._lock:  # threads that lay out directories call this, too
+                user = self._users.get(owner) or self._assign(owner)
+        return user, user
 
-    def _given(self, owner: str) -> int:
-        found = next(self._free)
-        self._write({**self._users, owner: found})  # first: after a crash nobody else gets it
-        self._users[owner] = found
-        return found
+    def _assign(self, owner: str) -> int:
+        user = next(self._free)
+        self._write({**self._users, owner: user})  # first: after a crash no other owner gets it
+        self._users[owner] = user
+        return user
 
     def _unused(self) -> Iterator[int]:
         taken = {*self._users.values(), *(entry.pw_uid for entry in pwd.getpwall())}
         yield from (n for n in range(self._first, self._end) if n not in taken)
-        raise NoUsers(f"all users that owners of tasks can have are taken ({self._path})")
+        raise NoUsers(f"no user id is left for another owner of tasks (see {self._path})")
 
     def _write(self, users: dict[str, int]) -> None:
         fresh = self._path.with_suffix(".new")
@@ -76,28 +78,29 @@ class Users:
 
     @classmethod
     def find(cls, directory: Path) -> Users:
-        """For a peer that is root."""
+        """The users of a peer that runs as root, tried once; raises `NoUsers`."""
         for first, count in (ALL, FEW):
             if _mapped("uid", first, count) and _mapped("gid", first, count):
-                made = cls(directory, first, count)
-                why = _try(directory, *made(""))
-                if why:
-                    raise NoUsers(why)
-                return made
-        raise NoUsers("too few users are mapped into this namespace")
+                users = cls(directory, first, count)
+                problem = _try(directory, *users(""))
+                if problem:
+                    raise NoUsers(problem)
+                return users
+        needed = f"{FEW[0]:,} to {sum(FEW) - 1:,}"
+        raise NoUsers(f"this container has too few user ids ({needed} are needed)")
 
 
 def _mapped(kind: str, first: int, count: int) -> bool:
     try:
         rows = Path(f"/proc/self/{kind}_map").read_text().splitlines()
     except OSError:
-        return True  # no namespaces here
+        return True  # this system has no namespaces
     spans = [tuple(map(int, row.split())) for row in rows]
     return any(start <= first and first + count <= start + size for start, _, size in spans)
 
 
 def _try(work: Path, user: int, group: int) -> str:
-    """Empty, if a task of that user could run Python and write to its directory."""
+    """Why a task of this user could not run Python or write to its directory; empty if it can."""
     place = work / ".try-user"
     place.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -113,10 +116,10 @@ def _try(work: Path, user: int, group: int) -> str:
             cwd="/",
         )
     except (OSError, subprocess.SubprocessError) as error:
-        why = (error.strerror if isinstance(error, OSError) else str(error)) or "it fails"
-        return f"another user can't run {sys.executable}: {why.lower()}"
+        reason = (error.strerror if isinstance(error, OSError) else str(error)) or "it fails"
+        return f"other users can't run {sys.executable}: {reason.lower()}"
     finally:
         (place / "x").unlink(missing_ok=True)
         place.rmdir()
     last = done.stderr.strip().splitlines()[-1:]
-    return f"another user can't run Python in {work}: {' '.join(last)}" if done.returncode else ""
+    return f"other users can't run Python in {work}: {' '.join(last)}" if done.returncode else ""

@@ -1,8 +1,10 @@
-"""A warm worker: a process that runs Python calls of one owner, one after the other, until it is
-ended. It never runs code that was edited since it imported it: it says so, and goes.
+"""A warm worker: a process that runs the Python calls of one owner, one after the other.
 
-A value that JSON can say exactly travels as JSON, so that people and other languages can read it;
-any other is pickled, and only ever unpickled here, in a process that runs the user's code anyway.
+It never runs a module that was edited since its import: it reports that it is stale, and is ended.
+
+A value that JSON can express exactly travels as JSON, so that people and other languages can read
+it. Any other value is pickled, and unpickled only here, in a process that runs the user's code
+anyway.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import pickle
 import socket
@@ -26,19 +29,21 @@ from .nursery import LENGTH
 INLINE_BYTES_MAX = 16 * 1024
 TRACEBACK_CHARS_MAX = 8000
 LOOK_AGAIN_S = 0.2
+_EXACT = frozenset({type(None), bool, int, str})
 
 
 def exact(value: Any, depth: int = 0) -> bool:
-    """Would JSON give back just this?"""
-    if value is None or type(value) in (bool, int, str):
+    """True if JSON gives back exactly this value."""
+    kind = type(value)
+    if kind in _EXACT:
         return True
-    if type(value) is float:
-        return value == value and value not in (float("inf"), float("-inf"))
+    if kind is float:
+        return math.isfinite(value)
     if depth > 50:
         return False
-    if type(value) is list:
+    if kind is list:
         return all(exact(v, depth + 1) for v in value)
-    if type(value) is dict:
+    if kind is dict:
         return all(type(k) is str and exact(v, depth + 1) for k, v in value.items())
     return False
 
@@ -63,7 +68,7 @@ def _value(row: list[Any]) -> Any:
 
 
 def substitute(value: Any, results: dict[str, Any]) -> Any:
-    """`{result: name}` → the value it stands for."""
+    """Replace each `{result: name}` by the value of that result."""
     if isinstance(value, dict):
         if set(value) == {"result"} and value["result"] in results:
             return results[value["result"]]
@@ -74,13 +79,13 @@ def substitute(value: Any, results: dict[str, Any]) -> Any:
 
 
 class Imported:
-    """The files behind the modules that calls have imported, as they were *before* they were read:
-    one that is edited while it is being read, or while the call that imported it still runs, has
+    """The files of the modules that calls have imported, as they were *before* they were read: a
+    file that is edited while it is being read, or while the call that imported it still runs, has
     changed since.
 
-    It stands first among Python's finders, so that it sees each import of a module that is not
-    there yet, and hears of each source that is read, whoever reads it: calls that import nothing,
-    which are most, cost nothing here."""
+    It is the first of Python's finders, so that it sees each import of a module that is not loaded
+    yet, and is told of each source file that is read, whoever reads it. Calls that import nothing,
+    which most calls are, cost nothing here."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Stamp] = {}
@@ -89,25 +94,25 @@ class Imported:
         self._fresh = False  # directories were read since the last look
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """As the others find it. A module may have been made since a directory was read."""
+        """The spec that the other finders find; a file may be newer than a cached directory."""
         if not self._fresh:
             self._fresh = True
             importlib.invalidate_caches()
         others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
         specs = (finder.find_spec(name, path, target) for finder in others)
-        found = next((spec for spec in specs if spec is not None), None)
-        if found is not None:
-            archive = getattr(found.loader, "archive", None)  # of what lies in a zip file
-            self.about_to_read(archive or (found.origin if found.has_location else None))
-        return found
+        spec = next(filter(None, specs), None)
+        if spec is not None:
+            archive = getattr(spec.loader, "archive", None)  # of a module in a zip file
+            self.about_to_read(archive or (spec.origin if spec.has_location else None))
+        return spec
 
     def about_to_read(self, path: Any) -> None:
         if isinstance(path, str) and path not in self._seen:
             self._seen[path] = _stamp(path)
 
     def changed(self, workflow: str) -> bool:
-        """Looked at when another workflow calls, as somebody may have edited between the two; and
-        now and then."""
+        """Whether a file has changed. Looked at for each new workflow, as files may have been
+        edited since the last one, and now and then."""
         now = time.monotonic()
         if workflow == self._workflow and now - self._looked_at < LOOK_AGAIN_S:
             return False
@@ -120,26 +125,26 @@ _Stamp = tuple[int, int, int] | None
 
 def _stamp(path: str) -> _Stamp:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def read_sources(imported: Imported | None = None) -> None:
-    """Of the user's own modules the source counts, never what was compiled from it: a file that is
-    edited within the second that it was compiled in, and keeps its length, looks the same to
-    Python. Installed packages are read as ever."""
+    """Load the user's own modules from their source, never from compiled files: a file that is
+    edited within the second in which it was compiled, and keeps its length, looks unchanged to
+    Python. Installed packages are loaded as usual."""
     installed = tuple({os.path.join(p, "") for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)})
     stats = SourceFileLoader.path_stats
 
     def path_stats(self: SourceFileLoader, path: Any) -> Any:
         if imported is not None:
             imported.about_to_read(path)
-        found = stats(self, path)
+        values = stats(self, path)
         if str(path).startswith(installed):
-            return found
-        return {**found, "mtime": -1}  # of no compiled file
+            return values
+        return {**values, "mtime": -1}  # no compiled file has this time
 
     sys.dont_write_bytecode = True
     SourceFileLoader.path_stats = path_stats  # type: ignore[method-assign]
@@ -151,8 +156,8 @@ def resolve(call: str) -> Any:
         target = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # it is there, and needs another that is not
-        importlib.invalidate_caches()  # it may have been made a moment ago
+            raise  # the module exists, and needs another that does not
+        importlib.invalidate_caches()  # it may have been written a moment ago
         target = importlib.import_module(module)
     for part in name.split("."):
         target = getattr(target, part)
@@ -180,7 +185,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {"ok": True, "encoding": encoding, "data": b"", "path": request["value_path"]}
 
 
-#: the variables as they are kept: to copy and compare these costs next to nothing
+#: the variables as `os` stores them: cheap to copy and to compare
 _variables: dict[Any, Any] = getattr(os.environ, "_data", {})
 
 
@@ -193,7 +198,7 @@ def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
             os.environ.update(request["env"])
         answer = run(request)
     except SystemExit as error:
-        answer = {"ok": False, "error": f"the call ended its process: exit({error.code})"}
+        answer = {"ok": False, "error": f"the call ended its process with exit({error.code})"}
     except BaseException as error:
         last = "".join(traceback.format_exception_only(error)).strip()
         sys.stderr.write("".join(traceback.format_exception(error))[-TRACEBACK_CHARS_MAX:])
@@ -213,7 +218,7 @@ def _attempt(request: dict[str, Any], log: int) -> dict[str, Any]:
 
 def _take_log(log: int, size: int, limit: int) -> dict[str, Any]:
     kept = os.pread(log, min(size, limit), 0)
-    if size > limit:  # the beginning says what it was about, the end how it ended
+    if size > limit:  # the beginning shows what was run, the end how it ended
         half = limit // 2
         left_out = f"\n[… {size - 2 * half:,} bytes left out …]\n".encode()
         kept = kept[:half] + left_out + os.pread(log, half, size - half)
@@ -223,7 +228,8 @@ def _take_log(log: int, size: int, limit: int) -> dict[str, Any]:
 
 
 def serve(channel: socket.socket, path: list[str]) -> None:
-    """What calls print goes to a file that has no name any more, and is this process's output."""
+    """Answer calls until the channel closes. Their output goes to this process's own output, which
+    is a file without a name."""
     log = os.dup(1)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -246,7 +252,7 @@ def serve(channel: socket.socket, path: list[str]) -> None:
 
 
 def once(request_path: str, reply_path: str) -> int:
-    """One call in a process of its own: what it prints goes where this process prints."""
+    """Run one call in a process of its own; the call's output is this process's output."""
     with open(request_path, "rb") as file:
         request = msgpack.unpackb(file.read(), strict_map_key=False)
     sys.path.insert(0, os.getcwd())

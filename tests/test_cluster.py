@@ -306,7 +306,7 @@ TRICKS = {
     "a link out": ("ln -s /etc/hostname out", "leads out of the task's directory"),
     "a link through a directory": ("ln -s /etc d; ln -s d/hostname out", "leads out"),
     "a directory": ("mkdir out", "is a directory"),
-    "a pipe": ("mkfifo out", "no plain file"),
+    "a pipe": ("mkfifo out", "is not a plain file"),
     "a device": ("ln -s /dev/null out", "leads out"),
 }
 
@@ -361,9 +361,15 @@ def test_commands_that_can_not_start_time_out_or_use_too_much(cluster) -> None:
     assert "could not be started: no-such-program" in reasons["no"]
     assert "timeout of 1.0 s" in reasons["slow"]
     assert "used" in reasons["hog"]
+<<<<<<< HEAD
     assert "100 MiB asked" in reasons["hog"]
     assert reasons["killed"] == "killed by signal 9"
     assert "timeout" in reasons["call"]
+=======
+    assert "more than the 100 MiB it asked for" in reasons["hog"]
+    assert reasons["killed"] == "killed by SIGKILL (signal 9)"
+    assert "time-out" in reasons["call"]
+>>>>>>> 5cd77fa (Attempts, processes, nursery, sandbox: reasons and comments in plain words; long functions split)
     assert "worker process died" in reasons["crash"]
     assert "ZeroDivisionError" in reasons["raise"]
     assert b"Traceback" in workflow.log("raise")

@@ -211,7 +211,7 @@ async def test_many_short_commands_and_the_nursery_lives(tmp_path: Path) -> None
     for _ in range(30):
         exits = await asyncio.gather(*(spawn(found, tmp_path, "true")[1] for _ in range(8)))
         assert {e.code for e in exits} == {0}
-    with pytest.raises(StartFailed, match="No such file"):
+    with pytest.raises(StartFailed, match="command not found"):
         await spawn(found, tmp_path, "no-such-program")[1]
     os.kill(pid, 0)
     await found.close()

@@ -846,7 +846,7 @@ def test_a_call_that_takes_all_memory_is_ended_and_the_peer_goes_on(
     workflow = cluster.client().submit({"name": "g", "tasks": {"short": greedy, "long": files}})
     assert workflow.wait() == "failed"
     for task in workflow.tasks():
-        assert "of memory, all that this peer has is 200 MiB" in task["reason"], task
+        assert "of memory, more than the 200 MiB that this peer has" in task["reason"], task
     assert cluster.client().submit(fine).wait() == "succeeded"
 
 
