@@ -1,13 +1,13 @@
 """One SQLite database per peer, and one thread that writes it.
 
-Writes that wait together are committed together, with one sync (`synchronous=FULL`): that is how a
-batch costs what one costs. A write's future resolves when it is on disk; nothing is acknowledged
-before. Reads have a connection of their own (WAL: they never wait for the writer).
+Writes that wait at the same time are committed together, with one sync (`synchronous=FULL`), so a
+batch costs as much as one write. A write's future resolves when it is on disk; nothing is
+acknowledged before. Reads have a connection of their own (WAL: they never wait for the writer).
 
-A *patient* write waits a moment for others to share its sync with: its user waits for more to come
-anyway. If nothing else is being written then, and the disk has been quick of late, it is written on
-the spot: on a good disk two hand-overs between threads cost half of what the sync itself does. One
-slow sync leaves the next ones to the thread, so the loop does not stand still twice.
+A *patient* write waits a moment for others to share its sync: its caller waits for more writes
+anyway. If nothing else is being written then, and the disk has been fast recently, it is written on
+the spot: on a good disk, two hand-overs between threads cost half as much as the sync itself. After
+one slow sync the thread writes the next ones, so the loop is not blocked twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from valence.protocols.ports import DatabaseError
 Statement = tuple[str, Sequence[Any] | dict[str, Any]]
 BATCH_MAX = 512
 PATIENCE_S = 0.005
-QUICK_S = 0.001  # what a transaction may take, on average, to be waited for on the spot
+QUICK_S = 0.001  # average time of a transaction, up to which the loop waits for one on the spot
 
 SCHEMA_VERSION = 3
 
@@ -35,7 +35,7 @@ create table if not exists meta (key text primary key, value) without rowid;
 create table if not exists workflows (
     id text primary key, name text not null, owner text not null, state text not null,
     submitted_at real not null, ended_at real, tasks integer not null,
-    keepers blob -- the last entry that says who they are
+    keepers blob -- the last entry that names them
 ) without rowid;
 create index if not exists workflows_by_time on workflows (submitted_at desc, id);
 create table if not exists entries (
@@ -71,19 +71,21 @@ class Disk(Protocol):
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """The tables; an older version's database is left alone."""
+    """Create the tables; a database of another version is left alone."""
     (version,) = connection.execute("pragma user_version").fetchone()
     (tables,) = connection.execute("select count(*) from sqlite_master").fetchone()
     if tables and version != SCHEMA_VERSION:
         raise DatabaseError(
-            "the data directory is of another version of Valence: "
-            "start this one with a directory of its own (--data)"
+            "the data directory belongs to another version of Valence "
+            "(choose another directory with `--data`)"
         )
     connection.executescript(_SCHEMA)
     connection.execute(f"pragma user_version={SCHEMA_VERSION}")
 
 
 class Database:
+    """The database of one peer: a reading connection, and a thread that writes."""
+
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
         path.chmod(0o600)
@@ -99,9 +101,9 @@ class Database:
         self._reader = self._connect()
         prepare(self._reader)
         self._lock = threading.Lock()
-        self._writing = threading.Lock()  # one transaction at a time, whoever commits it
+        self._writing = threading.Lock()  # one transaction at a time, in whichever thread
         self._writer = self._connect()
-        self._took_s = 0.0  # by a transaction, smoothed
+        self._took_s = 0.0  # time of a transaction, smoothed
         self._thread = threading.Thread(target=self._write_all, name="database", daemon=True)
         self._thread.start()
         self._open = True
@@ -115,13 +117,13 @@ class Database:
         return connection
 
     async def write(self, statements: list[Statement]) -> None:
-        """All of them or none, and on disk when this returns."""
+        """Write all of them or none; they are on disk when this returns."""
         await asyncio.shield(self.begin(statements))
 
     def begin(self, statements: list[Statement], patient: bool = False) -> asyncio.Future[None]:
-        """The same, begun: what is begun later is written later.
+        """The same, without waiting. Writes are committed in the order in which they begin.
 
-        `patient`: it may share the sync of what comes within the next moment."""
+        `patient`: this write may wait a moment, to share the sync of others."""
         if not self._open:
             raise DatabaseError("the database is closed")
         future: asyncio.Future[None] = self._loop.create_future()
@@ -135,7 +137,7 @@ class Database:
         return future
 
     def _on_the_spot(self, statements: list[Statement], future: asyncio.Future[None]) -> bool:
-        """One patient write and what it waited for, if that can be done without a hand-over."""
+        """Write this and the one patient write before it here, if nothing speaks against it."""
         if len(self._patient) != 1 or self._took_s > QUICK_S:
             return False
         if not self._queue.empty() or not self._writing.acquire(blocking=False):
@@ -146,7 +148,7 @@ class Database:
             results = self._commit(self._writer, rows)
         finally:
             self._writing.release()
-        self._flush()  # its timer
+        self._flush()  # cancels the timer
         _resolve(results)
         return True
 
@@ -175,7 +177,7 @@ class Database:
                 results = self._commit(self._writer, rows)
             try:
                 self._loop.call_soon_threadsafe(_resolve, results)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: nothing waits for the results
                 last = True
             if last:
                 self._writer.close()
@@ -193,7 +195,7 @@ class Database:
             return [(future, None) for _, future in rows]
         if len(rows) == 1:
             return [(rows[0][1], error)]
-        # one of them is bad: each by itself, so that it alone fails
+        # one of them is invalid: write each by itself, so that only that one fails
         return [(f, self._transaction(connection, statements)) for statements, f in rows]
 
     def _transaction(

@@ -1,8 +1,9 @@
-"""Copies of journals on this peer's disk: what `protocols.consensus` writes and reads again.
+"""Stores replicas of journals on this peer's disk, for `protocols.consensus`.
 
-While one batch is being written the next gathers, so a busy peer pays one sync for many entries of
-many journals; what nobody waits for (`soon`) goes with the next that somebody does, or after a
-moment. A disk that refuses is tried again, in order, and nothing is acknowledged meanwhile.
+While one batch is being written, the next one gathers, so a busy peer pays one sync for many
+entries of many journals. A write that nothing waits for (`soon`) joins the next write that is
+waited for, or is written after a moment. A failed write is retried, in order, and nothing is
+acknowledged meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SOON_S = 0.02
 
 
 class SqliteJournalStorage:
+    """The journals of one peer, in its database."""
+
     def __init__(self, database: Disk, clock: Callable[[], float]) -> None:
         self.trouble = ""
         self._database = database
@@ -39,15 +42,15 @@ class SqliteJournalStorage:
         self._busy = False
         self._delay_s = RETRY_S_MIN
         self._timer: asyncio.TimerHandle | None = None
-        self._ends: dict[str, tuple[str, float]] = {}  # journals whose end is not agreed on yet
-        self._promised: dict[str, int] = {}  # as it is on disk, or on its way there
+        self._ends: dict[str, tuple[str, float]] = {}  # journals whose end is not committed yet
+        self._promised: dict[str, int] = {}  # on disk, or being written
 
     # ----------------------------------------------------------------- writing
 
     def write(self, writes: Sequence[Write], soon: bool = False) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
-        for one in writes:
-            self._waiting.extend(self._statements(one))
+        for write in writes:
+            self._waiting.extend(self._statements(write))
         if not self._waiting:
             if self._current is not None:
                 return self._current
@@ -56,19 +59,19 @@ class SqliteJournalStorage:
             return done
         if self._next is None:
             self._next = loop.create_future()
-        found = self._next
+        batch_done = self._next
         if not soon:
             self._start()
         elif self._timer is None:
             self._timer = loop.call_later(SOON_S, self._start)
-        return found
+        return batch_done
 
     def _start(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._waiting and not self._busy:
-            self._busy = True  # what is written in this round of the loop goes along
+            self._busy = True  # more writes of this round of the loop join the batch
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
@@ -83,7 +86,7 @@ class SqliteJournalStorage:
         except DatabaseError as error:
             self._refused(error)
             return
-        if written.done():  # it was done on the spot
+        if written.done():  # the database has written it on the spot
             self._written(written)
         else:
             written.add_done_callback(self._written)
@@ -102,79 +105,98 @@ class SqliteJournalStorage:
 
     def _refused(self, error: BaseException) -> None:
         self.trouble = str(error)
-        log.error("journals can't be written, trying again: %s", error)
+        log.error("can't write workflow journals, trying again: %s", error)
         asyncio.get_running_loop().call_later(self._delay_s, self._try)
         self._delay_s = min(RETRY_S_MAX, self._delay_s * 2)
 
     def first(self, write: Write, patient: bool) -> asyncio.Future[None]:
-        """Of a journal that is born here: a disk that refuses it says so."""
+        """The first write of a new journal: if it fails, its caller gets the error."""
         return self._database.begin(self._statements(write), patient)
 
-    def _statements(self, one: Write) -> list[Statement]:
-        workflow = one.workflow
-        found: list[Statement] = []
+    def _statements(self, write: Write) -> list[Statement]:
+        statements = [*self._removals(write), *self._promise(write), *self._additions(write)]
+        if write.over:
+            statements.append(self._over(write.workflow))
+        return statements
+
+    def _removals(self, write: Write) -> list[Statement]:
+        workflow = write.workflow
+        statements: list[Statement] = []
         known = self._promised.get(workflow, 0)
-        if one.promised != known and forced(one.promised) > forced(known):
-            # into a later era, and before anything is cut off: how far it was in the one before
-            found.append((_LEAVE, {"id": workflow, "first": first_of(forced(one.promised))}))
-        if one.forget:
+        if write.promised != known and forced(write.promised) > forced(known):
+            # on entering a later era, and before anything is cut off: the journal's length in the
+            # era before
+            era = {"id": workflow, "first": first_of(forced(write.promised))}
+            statements.append((_LEAVE, era))
+        if write.forget:
             self._ends.pop(workflow, None)
-            found.append(("delete from entries where workflow = ?", (workflow,)))
-            found.append(("delete from workflows where id = ?", (workflow,)))
-        if one.voided:
+            statements.append(("delete from entries where workflow = ?", (workflow,)))
+            statements.append(("delete from workflows where id = ?", (workflow,)))
+        if write.voided:
             sql = "insert or ignore into voided values (?, ?)"
-            found.append((sql, (workflow, one.voided)))
-        if one.cut_at is not None:
+            statements.append((sql, (workflow, write.voided)))
+        if write.cut_at is not None:
             self._ends.pop(workflow, None)
             sql = "delete from entries where workflow = ? and seq >= ?"
-            found.append((sql, (workflow, one.cut_at)))
+            statements.append((sql, (workflow, write.cut_at)))
             sql = (
                 "update workflows set keepers = (select body from entries where workflow = id and "
                 "kind in ('keepers', 'forced') order by seq desc limit 1) where id = ?"
             )
-            found.append((sql, (workflow,)))
-        if one.back_to is not None:
-            here = {"id": workflow, "first": first_of(one.back_to + 1), "now": self._clock()}
-            found += [(_RETURN, here), (_FORGET_LATER, here)]
+            statements.append((sql, (workflow,)))
+        return statements
+
+    def _promise(self, write: Write) -> list[Statement]:
+        """The row of this replica in `copies`, if it changes."""
+        workflow = write.workflow
+        if write.back_to is not None:
+            era = {"id": workflow, "first": first_of(write.back_to + 1), "now": self._clock()}
             self._promised.pop(workflow, None)
-        elif one.forget or self._promised.get(workflow) != one.promised:
-            sql = (
-                "insert into copies values (?, ?, ?, ?, ?, ?) on conflict (workflow) do update set "
-                "promised = excluded.promised, here = excluded.here, at = excluded.at"
-            )
-            if one.forget:
-                sql += ", last_epoch = excluded.last_epoch, count = excluded.count"
-            row = (workflow, one.promised, 0 if one.forget else 1, self._clock(), *one.position)
-            found.append((sql, row))
-            self._promised[workflow] = one.promised
-            if one.forget:
-                del self._promised[workflow]
+            return [(_RETURN, era), (_FORGET_LATER, era)]
+        if not write.forget and self._promised.get(workflow) == write.promised:
+            return []
+        sql = (
+            "insert into copies values (?, ?, ?, ?, ?, ?) on conflict (workflow) do update set "
+            "promised = excluded.promised, here = excluded.here, at = excluded.at"
+        )
+        here = 1
+        self._promised[workflow] = write.promised
+        if write.forget:
+            sql += ", last_epoch = excluded.last_epoch, count = excluded.count"
+            here = 0
+            del self._promised[workflow]
+        return [(sql, (workflow, write.promised, here, self._clock(), *write.position))]
+
+    def _additions(self, write: Write) -> list[Statement]:
+        workflow = write.workflow
+        statements: list[Statement] = []
         keepers: bytes | None = None
-        for seq, epoch, at, kind, body in one.entries:
-            # what the rules have taken stands, whatever an earlier home had written there
+        for seq, epoch, at, kind, body in write.entries:
+            # the entries that the rules have accepted replace those of an earlier home
             sql = "insert or replace into entries values (?, ?, ?, ?, ?, ?)"
-            found.append((sql, (workflow, seq, epoch, at, kind, body)))
+            statements.append((sql, (workflow, seq, epoch, at, kind, body)))
             if kind == "submitted":
-                said = read_as(Submitted, body)
-                name, owner, tasks = said.name, said.owner, said.tasks
-                found.append(_row(workflow, name, owner, "running", at, tasks, keepers))
+                entry = read_as(Submitted, body)
+                name, owner, tasks = entry.name, entry.owner, entry.tasks
+                statements.append(_row(workflow, name, owner, "running", at, tasks, keepers))
             elif kind in CONFIGS:
                 keepers = body
                 if seq:
                     sql = "update workflows set keepers = ? where id = ?"
-                    found.append((sql, (body, workflow)))
+                    statements.append((sql, (body, workflow)))
             elif kind == "ended":
                 state = read_as(Ended, body).state
                 self._ends[workflow] = state, at
                 if state == VOID:
-                    found.append(_row(workflow, "", "", VOID, at, 0, keepers))
-        if one.over:
-            end = self._ends.pop(workflow, None)
-            state, ended_at = self._end(workflow) if end is None else end
-            sql = "update workflows set state = ?, ended_at = ? where id = ?"
-            found.append((sql, (state, ended_at, workflow)))
-            self._promised.pop(workflow, None)
-        return found
+                    statements.append(_row(workflow, "", "", VOID, at, 0, keepers))
+        return statements
+
+    def _over(self, workflow: str) -> Statement:
+        end = self._ends.pop(workflow, None)
+        state, ended_at = self._end(workflow) if end is None else end
+        self._promised.pop(workflow, None)
+        sql = "update workflows set state = ?, ended_at = ? where id = ?"
+        return sql, (state, ended_at, workflow)
 
     def _end(self, workflow: str) -> tuple[str, float]:
         sql = "select body, at from entries where workflow = ? and kind = 'ended'"
@@ -188,14 +210,14 @@ class SqliteJournalStorage:
             "select seq, epoch, at, kind, body from entries "
             "where workflow = ? and seq >= ? and seq < ? order by seq limit 1000"
         )
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for row in self._database.read(sql, (workflow, start, end)):
             entry = Entry(*row)
             bytes_max -= len(entry.body) + 60
-            if found and bytes_max < 0:
+            if entries and bytes_max < 0:
                 break
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def unfinished(self) -> list[Replica]:
         sql = (
@@ -203,8 +225,8 @@ class SqliteJournalStorage:
             "where here = 1 and ended_at is null"
         )
         rows = self._database.read(sql)
-        found = [self.replica(workflow) for (workflow,) in rows]
-        return [replica for replica in found if replica is not None]
+        replicas = [self.replica(workflow) for (workflow,) in rows]
+        return [replica for replica in replicas if replica is not None]
 
     def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...], int]]:
         sql = (
@@ -212,7 +234,7 @@ class SqliteJournalStorage:
             "limit 1) from workflows where id > ? and ended_at is not null order by id limit ?"
         )
         rows = self._database.read(sql, (after, limit))
-        return [(id, keepers_in(body), epoch or 0) for id, body, epoch in rows]
+        return [(workflow, keepers_in(body), epoch or 0) for workflow, body, epoch in rows]
 
     def replica(self, workflow: str) -> Replica | None:
         sql = "select 1 from copies where workflow = ? and here = 1"
@@ -244,9 +266,9 @@ class SqliteJournalStorage:
     def listed(self, before: str, limit: int, state: str, owner: str) -> list[Listed]:
         where, values = "", list[Any]()
         if before:
-            at, _, id = before.partition(",")
+            at, _, workflow = before.partition(",")
             where += " and (submitted_at, id) < (?, ?)"
-            values += [float(at), id]
+            values += [float(at), workflow]
         for column, wanted in (("state", state), ("owner", owner)):
             if wanted:
                 where += f" and {column} = ?"
@@ -321,14 +343,14 @@ _FORGET_LATER = "delete from eras where workflow = :id and promised >= :first"
 
 
 def _row(
-    id: str, name: str, owner: str, state: str, at: float, tasks: int, keepers: bytes | None
+    workflow: str, name: str, owner: str, state: str, at: float, tasks: int, keepers: bytes | None
 ) -> Statement:
-    """Of one workflow. Who keeps it was said in an entry before; None: in an earlier write."""
+    """The row of one workflow. `keepers`: an earlier entry of this write; None: of another one."""
     if keepers is not None:
         sql = "insert or replace into workflows values (?, ?, ?, ?, ?, null, ?, ?)"
-        return sql, (id, name, owner, state, at, tasks, keepers)
+        return sql, (workflow, name, owner, state, at, tasks, keepers)
     sql = (
         "insert or replace into workflows values (?, ?, ?, ?, ?, null, ?, (select body from "
         "entries where workflow = ? and kind in ('keepers', 'forced') order by seq desc limit 1))"
     )
-    return sql, (id, name, owner, state, at, tasks, id)
+    return sql, (workflow, name, owner, state, at, tasks, workflow)

@@ -1,4 +1,4 @@
-"""Outcomes that their homes do not have yet, in this peer's database: a row for each home."""
+"""Stores the outcomes that their homes do not have yet, in this peer's database."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ class SqliteOutboxStorage:
 
     def rows(self) -> list[OutboxRow]:
         listed = []
-        for id, home, body in self._database.read("select id, home, body from outbox"):
+        for row_id, home, body in self._database.read("select id, home, body from outbox"):
             packed = msgpack.unpackb(body, use_list=False)
             outcomes = tuple(CHECKED_OUTCOME.validate_python(row) for row in packed)
-            listed.append(OutboxRow(id, home, outcomes))
+            listed.append(OutboxRow(row_id, home, outcomes))
         return listed
 
     async def write(self, rows: Sequence[OutboxRow], settled: Sequence[int]) -> None:
-        statements: list[Statement] = [("delete from outbox where id = ?", (id,)) for id in settled]
+        statements: list[Statement] = [
+            ("delete from outbox where id = ?", (row_id,)) for row_id in settled
+        ]
         for row in rows:
             values = (row.id, row.home, self._clock(), msgpack.packb(row.outcomes))
             statements.append(("insert into outbox values (?, ?, ?, ?)", values))
