@@ -1,1 +1,1 @@
-"""THE DAEMON: sockets, TLS, HTTP, SQLite, worker processes, blobs on disk; drives `protocols/`."""
+"""The daemon of a peer: sockets, TLS, HTTP, SQLite, processes and files; it drives `protocols/`."""

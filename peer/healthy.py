@@ -1,6 +1,7 @@
-"""Is the peer in this container up? For its health check: exit code 0 or 1, in a few milliseconds.
+"""The health check of a peer's container: exit code 0 if the peer is up, else 1.
 
-Nothing but sockets is imported: with hundreds of containers on a machine it runs all the time.
+It takes a few milliseconds, and imports nothing but sockets: with hundreds of containers on a
+machine, it runs all the time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def main() -> int:
             stream.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
             answer = stream.recv(64)
     except OSError as error:
-        print(f"port {port}: {error}", file=sys.stderr)
+        reason = (error.strerror or str(error)).lower()
+        print(f"the peer does not answer on port {port}: {reason}", file=sys.stderr)
         return 1
     return 0 if answer.split()[1:2] == [b"200"] else 1
 

@@ -1,8 +1,9 @@
-"""Who this peer is, and how it shows that it belongs.
+"""A peer's identity, and the certificates that prove its membership in the cluster.
 
-An Ed25519 key on disk; the 160-bit id is a hash of its public half. The cluster key is all that a
-machine needs to join: from it every peer derives the same certificate authority and signs its own
-certificate, so TLS vouches both for membership and for the id. Secrets are files of mode 0600.
+The identity is an Ed25519 key on disk; the 160-bit id is a hash of its public half. The cluster key
+is all that a machine needs to join: from it, every peer derives the same certificate authority and
+signs its own certificate, so TLS proves both the membership and the id. Secrets are files of mode
+0600.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def peer_id(public: Ed25519PublicKey) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all, and for nobody else's eyes from its first byte."""
+    """Write a file whole or not at all; from its first byte, only its owner can read it."""
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,6 +51,8 @@ def write_private(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """A peer's key, and the id that follows from it."""
+
     id: bytes
     key: Ed25519PrivateKey
 
@@ -60,7 +63,9 @@ class Identity:
         if path.exists():
             key = serialization.load_pem_private_key(path.read_bytes(), None)
             if not isinstance(key, Ed25519PrivateKey):
-                raise ValueError(f"{path} holds no Ed25519 key")
+                raise ValueError(
+                    f"{path} is no Ed25519 key (restore it, or remove it to start as a new peer)"
+                )
             path.chmod(0o600)
         else:
             key = Ed25519PrivateKey.generate()
@@ -98,7 +103,7 @@ class TlsContexts:
 
 
 def tls_contexts(identity: Identity, cluster_key: str, directory: Path) -> TlsContexts:
-    """Both sides show a certificate of the cluster's authority; nobody else gets a byte in."""
+    """Both sides must show a certificate of the cluster's authority; others can't send a byte."""
     authority = Ed25519PrivateKey.from_private_bytes(derive(cluster_key, b"authority"))
     root = _certificate(_AUTHORITY, authority.public_key(), authority, 1, ca=True)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.id.hex())])

@@ -1,8 +1,8 @@
-"""Bytes to peers and from them: sealed datagrams for what fits, mutual-TLS streams for the rest.
+"""Sends and receives messages: small ones in sealed datagrams, others over mutual-TLS streams.
 
-The caller does not see which. Streams are pooled, one a peer, opened by whoever needs one first;
-frames are a length and bytes. Every buffer is bounded; what does not fit is dropped and counted,
-and the call above repeats it.
+The caller does not see which. Streams are pooled, one for each peer, opened by the peer that needs
+it first; a frame is a length and its bytes. Every buffer is bounded: a message that does not fit is
+dropped and counted, and the call that sent it retries.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ class _Datagrams(asyncio.DatagramProtocol):
 
 
 class Link:
+    """One peer's UDP and TCP port, and its streams to other peers."""
+
     def __init__(self, seal: Seal, tls: TlsContexts, me: bytes, config: Config) -> None:
         self.counts: Counter[str] = Counter()
         self.receive: Receive = lambda sender, payload: None
-        self.on_broken: Callable[[bytes], None] = lambda peer: None  # a stream to it, or from it
+        self.on_broken: Callable[[bytes], None] = lambda peer: None  # its stream has broken
         self._seal = seal
         self._tls = tls
         self._me = me
@@ -72,7 +74,7 @@ class Link:
         self._closing = False
 
     async def open(self, host: str, port: int) -> int:
-        """Listen on UDP and TCP with the same number; the number."""
+        """Listen on the same UDP and TCP port; returns its number."""
         loop = asyncio.get_running_loop()
         for attempt in range(20):
             udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -104,7 +106,7 @@ class Link:
     def send(self, to: Contact, payload: bytes) -> None:
         if self._closing:
             return
-        # port 0: it came by a stream and goes back by one
+        # port 0: an answer to a message that arrived by a stream goes back by that stream
         if to.port and len(payload) + OVERHEAD_BYTES <= self._config.datagram_bytes_max:
             self._send_datagram(to, payload)
         else:
@@ -136,14 +138,14 @@ class Link:
             self._write(stream.writer, payload)
 
     def line(self, to: Contact) -> None:
-        """Have a stream to it: should its process end, this is heard at once."""
+        """Keep a stream to a peer open, so that the end of its process is noticed at once."""
         now = asyncio.get_running_loop().time()
         if to.id in self._streams or self._line_again.get(to.id, 0.0) > now:
             return
         if len(self._streams) < STREAMS_MAX // 2:
             while len(self._line_again) >= STREAMS_MAX:
                 del self._line_again[next(iter(self._line_again))]
-            self._line_again[to.id] = now + LINE_AGAIN_S  # not again and again to one that refuses
+            self._line_again[to.id] = now + LINE_AGAIN_S  # a peer that refuses is not dialled often
             stream = self._streams[to.id] = _Stream()
             stream.task = asyncio.ensure_future(self._dial(to, stream))
 
@@ -161,7 +163,7 @@ class Link:
                 reader, writer = await asyncio.open_connection(
                     to.host, to.port, ssl=self._tls.client, server_hostname="valence"
                 )
-            if to.id not in (NOBODY, _peer_of(writer)):  # any peer of the cluster may be greeted
+            if to.id not in (NOBODY, _peer_of(writer)):  # NOBODY: any peer of the cluster
                 self.counts["stream_strangers"] += 1
                 return
             stream.writer = writer
@@ -178,13 +180,13 @@ class Link:
                 await _shut(writer)
 
     def _broke(self, peer: bytes) -> None:
-        """By the other end, or by the network: is that peer still there?"""
+        """The peer or the network has broken a stream: is the peer still alive?"""
         self.counts["stream_failures"] += 1
         if not self._closing:
             self.on_broken(peer)
 
     async def knock(self, to: Contact) -> bool:
-        """True only if its host answers that nobody listens there."""
+        """True only if the peer's host refuses the connection: the process has ended."""
         self.counts["knocks"] += 1
         try:
             async with asyncio.timeout(KNOCK_S):
@@ -225,7 +227,7 @@ class Link:
         try:
             sender = _peer_of(writer)
             stream = self._streams.get(sender)
-            if stream is None:  # answers may go back the way the question came
+            if stream is None:  # answers may go back by the stream of the question
                 stream = self._streams[sender] = _Stream(writer=writer)
             host = writer.get_extra_info("peername")[0]
             await self._read(Contact(id=sender, host=host, port=0), reader, writer)
@@ -238,12 +240,15 @@ class Link:
                 raise
         finally:
             self._accepted.discard(task)
-            with contextlib.suppress(ValueError):
-                peer = _peer_of(writer)
-                found = self._streams.get(peer)
-                if found is not None and found.writer is writer:
-                    del self._streams[peer]
+            self._forget_stream(writer)
             await _shut(writer)
+
+    def _forget_stream(self, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ValueError):
+            peer = _peer_of(writer)
+            stream = self._streams.get(peer)
+            if stream is not None and stream.writer is writer:
+                del self._streams[peer]
 
     async def _read(
         self,

@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the parts' own counters when somebody asks."""
+"""Prometheus metrics, read from the parts' own counters on each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Source = Callable[[], Mapping[str, float]]
 
 
 class Metrics(Collector):
-    """Each source gives names and numbers; a `name{label}` has its label's value in braces."""
+    """Each source returns numbers by name; the name becomes the label `kind`."""
 
     def __init__(self) -> None:
         self._counters: list[tuple[str, str, Source]] = []

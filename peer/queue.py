@@ -1,4 +1,4 @@
-"""A task queue's HTTP, as a peer uses it: a packed message there, a packed message back."""
+"""A peer's client of a task queue: it posts one packed message, and gets one back."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ ANSWER_BYTES_MAX = 32 << 20
 
 
 class QueueClient:
+    """One HTTP session with the task queue of this peer's site."""
+
     def __init__(self, settings: Settings) -> None:
         self._url = settings.queue.rstrip("/") + "/v1/queue"
         self._token = PilotToken(settings.token, time.time)
@@ -38,23 +40,23 @@ class QueueClient:
                 while not response.content.at_eof() and len(data) < ANSWER_BYTES_MAX:
                     data += await response.content.read(ANSWER_BYTES_MAX - len(data))
                 if response.status != 200:
-                    raise Refused("queue", _said(response.status, data))
+                    raise Refused("queue", _refusal(response.status, data))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise PeerUnreachable(str(error) or type(error).__name__) from None
         try:
-            found = decode(data).message
+            answer = decode(data).message
         except Malformed as error:
-            raise Refused("protocol", f"its answer can't be read: {error}") from None
-        if found is None:
-            raise CallFailed("it has answered nothing")
-        return found
+            raise Refused("protocol", f"the task queue's answer can't be read: {error}") from None
+        if answer is None:
+            raise CallFailed("the task queue's answer is empty")
+        return answer
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
-def _said(status: int, body: bytes) -> str:
+def _refusal(status: int, body: bytes) -> str:
     try:
         return f"HTTP {status}: {json.loads(body).get('detail', '')}"[:300]
     except (ValueError, AttributeError):

@@ -1,9 +1,9 @@
-"""Directories that tasks left behind are removed, whatever is in them.
+"""Removes the directories that tasks leave behind, whatever is in them.
 
-A task may nest directories deeper than any path is long, take away its own right to enter one, or
-leave a million files. So nothing here follows a path further than one name below an open directory:
-every directory that is found inside of another is moved up beside it before it is emptied. Two
-descriptors are open at any time, and no depth is too deep. Links are removed, not followed.
+A task may nest directories deeper than a path can be long, take away its own right to enter one, or
+leave a million files. So no path here is longer than one name below an open directory: each nested
+directory is moved up to the top before it is emptied. At most two descriptors are open at any time,
+and no depth is too deep. Links are removed, not followed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(root: Path) -> bool:
-    """True if nothing of it is left. What can't be removed stays, and nothing is raised."""
+    """Remove a directory; True if nothing is left. Raises nothing if something can't be removed."""
     try:
         top = _enter(str(root), None)
     except FileNotFoundError:
         return True
-    except OSError:  # a file, a link, or nothing that this process may touch
+    except OSError:  # a file, a link, or a directory that this process may not enter
         with contextlib.suppress(OSError):
             os.unlink(root)
         return not os.path.lexists(root)
@@ -39,11 +39,11 @@ def remove_tree(root: Path) -> bool:
 
 
 def _enter(name: str, within: int | None) -> int:
-    """A directory, opened; its owner may always do that again."""
+    """Open a directory, after giving its owner all rights to it."""
     try:
         fd = os.open(name, _DIRECTORY, dir_fd=within)
     except PermissionError:
-        os.chmod(name, 0o700, dir_fd=within)  # no link: `_empty` has looked, `O_NOFOLLOW` does
+        os.chmod(name, 0o700, dir_fd=within)  # not a link: `_clear` and `O_NOFOLLOW` check that
         fd = os.open(name, _DIRECTORY, dir_fd=within)
     with contextlib.suppress(OSError):
         os.fchmod(fd, 0o700)
@@ -51,7 +51,7 @@ def _enter(name: str, within: int | None) -> int:
 
 
 def _empty(top: int) -> None:
-    names = (f".{secrets.token_hex(8)}" for _ in itertools.count())  # that no task can have taken
+    names = (f".{secrets.token_hex(8)}" for _ in itertools.count())  # that no task has guessed
     waiting = _clear(top, top, names)
     while waiting:
         name = waiting.pop()
@@ -68,23 +68,23 @@ def _empty(top: int) -> None:
 
 
 def _clear(directory: int, top: int, names: Iterator[str]) -> list[str]:
-    """Its files are removed; its directories are moved up, and named."""
-    found = []
+    """Remove the files of a directory and move its directories up; returns their names."""
+    moved_up = []
     with os.scandir(directory) as entries:
-        there = [entry.name for entry in entries]
-    for name in there:
+        names_there = [entry.name for entry in entries]
+    for name in names_there:
         try:
             kind = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
             if not stat.S_ISDIR(kind):
                 os.unlink(name, dir_fd=directory)
             elif directory == top:
-                found.append(name)
+                moved_up.append(name)
             else:
-                with contextlib.suppress(OSError):  # to move it, it must be writable itself
+                with contextlib.suppress(OSError):  # only a writable directory can be moved
                     os.chmod(name, 0o700, dir_fd=directory)
-                moved = next(names)
-                os.rename(name, moved, src_dir_fd=directory, dst_dir_fd=top)
-                found.append(moved)
+                new_name = next(names)
+                os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=top)
+                moved_up.append(new_name)
         except OSError:
             continue
-    return found
+    return moved_up

@@ -1,9 +1,9 @@
-"""Datagrams sealed under the cluster key: who can't open one can't make one.
+"""Seals datagrams with the cluster key: only a peer that has it can make one, or open one.
 
 `mark, flag, sender, session, counter, [time, payload] sealed`. Each start of a sender is a session
 with a key of its own (derived from the cluster key), so a counter is a safe nonce. The receiver's
-id is authenticated, so a datagram for one peer is worth nothing at another; a window over counters
-drops replays; the time drops what was kept from before the receiver's own start.
+id is authenticated, so a datagram for one peer is useless at another. Replays are dropped: by a
+window of counters, and by the time if they were recorded before the receiver's own start.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _TIME = struct.Struct("!I")
 _MARK = 0x56
 OVERHEAD_BYTES = _HEADER.size + _TIME.size + 16
 WINDOW = 4096
-#: clocks of one cluster may differ by this; further apart, datagrams are dropped and counted
+#: clocks of one cluster may differ by this much; beyond it, datagrams are dropped and counted
 SKEW_S_MAX = 120
 SESSIONS_MAX = 20_000
-#: beyond this only every so-manieth stranger is tried; peers that are known are heard all the same
+#: after so many failures in a second, only one datagram of each STRANGERS_TRIED from unknown
+#: senders is tried; datagrams of known peers are always opened
 WRONG_PER_S_MAX = 2000
 STRANGERS_TRIED = 16
 NOBODY = bytes(20)
@@ -57,6 +58,8 @@ class _Session:
 
 
 class Seal:
+    """Seals this peer's datagrams, and opens those of others."""
+
     def __init__(self, me: bytes, cluster_key: str, clock: Callable[[], float]) -> None:
         self._me = me
         self._clock = clock
@@ -70,7 +73,7 @@ class Seal:
         self._sessions: OrderedDict[tuple[bytes, bytes], _Session] = OrderedDict()
 
     def _flooded(self) -> bool:
-        """So many could not be opened in this second that strangers are not tried any more."""
+        """True if so many datagrams could not be opened in this second that strangers must wait."""
         second = int(self._clock())
         if second != self._second:
             self._second, self._wrong = second, 0
@@ -80,7 +83,7 @@ class Seal:
         return derive(self._root, b"session" + sender + session)
 
     def seal(self, to: bytes, payload: bytes) -> bytes:
-        """For one peer; for whoever is at an address if `to` is NOBODY."""
+        """Seal a payload for one peer, or for any peer at an address if `to` is NOBODY."""
         self._counter += 1
         flag = 1 if to == NOBODY else 0
         header = _HEADER.pack(_MARK, flag, self._me, self._session, self._counter)
@@ -89,22 +92,18 @@ class Seal:
         return header + self._cipher.encrypt(nonce, body, header + to)
 
     def open(self, datagram: bytes) -> tuple[bytes, bytes, bool]:
-        """Sender, payload, and whether it was addressed to this very peer; or `Dropped`."""
+        """The sender, the payload, and whether it was sent to this peer by its id; or `Dropped`."""
         if len(datagram) < OVERHEAD_BYTES:
             raise Dropped("garbage")
         mark, flag, sender, session, counter = _HEADER.unpack_from(datagram)
         if mark != _MARK or flag > 1:
             raise Dropped("garbage")
         known = self._sessions.get((sender, session))
-        if known is None and self._flooded():
-            self._passed_over += 1
-            if self._passed_over % STRANGERS_TRIED:  # some are: a newcomer gets through in the end
-                raise Dropped("flood")
-        found = known or _Session(ChaCha20Poly1305(self._key(sender, session)))
+        opener = known or self._new_session(sender, session)
         header = datagram[: _HEADER.size]
         to = NOBODY if flag else self._me
         try:
-            body = found.cipher.decrypt(
+            body = opener.cipher.decrypt(
                 counter.to_bytes(12, "big"), datagram[_HEADER.size :], header + to
             )
         except InvalidTag:
@@ -113,10 +112,20 @@ class Seal:
         skew = abs(int(self._clock()) - _TIME.unpack_from(body)[0])
         if skew > SKEW_S_MAX:
             raise Dropped("clock")
-        if known is None:  # only who has the cluster key can make this memory grow
-            self._sessions[(sender, session)] = found
-            if len(self._sessions) > SESSIONS_MAX:
-                self._sessions.popitem(last=False)
-        if not found.fresh(counter):
+        if known is None:  # only a sender with the cluster key can make this memory grow
+            self._remember(sender, session, opener)
+        if not opener.fresh(counter):
             raise Dropped("replay")
         return sender, body[_TIME.size :], not flag
+
+    def _new_session(self, sender: bytes, session: bytes) -> _Session:
+        if self._flooded():
+            self._passed_over += 1
+            if self._passed_over % STRANGERS_TRIED:  # some pass, so a new peer gets through in time
+                raise Dropped("flood")
+        return _Session(ChaCha20Poly1305(self._key(sender, session)))
+
+    def _remember(self, sender: bytes, session: bytes, opener: _Session) -> None:
+        self._sessions[(sender, session)] = opener
+        if len(self._sessions) > SESSIONS_MAX:
+            self._sessions.popitem(last=False)
