@@ -91,7 +91,7 @@ class TaskFailed(Exception):
 
 
 class PeerFailed(Exception):
-    """The attempt failed by this peer's fault, or by nobody's: it is handed back."""
+    """The attempt failed by this peer's fault or by chance: it is handed back."""
 
 
 def _names() -> Iterator[str]:
@@ -487,7 +487,7 @@ class LocalAttempt:
         await asyncio.to_thread(self._hand_over)
 
     async def _sandboxed_call(self) -> None:
-        """The call runs in a process of its own inside the sandbox: a warm worker can't enter."""
+        """Run the call in a process of its own in the sandbox, which a warm worker can't enter."""
         request = self.request(self._place)
         await self._bring_values(request)
         (self._home / ".request").write_bytes(msgpack.packb(request))
