@@ -334,7 +334,7 @@ def test_a_gang_too_large_for_the_cluster_says_so_and_keeps_nothing() -> None:
         whole = home.remembered(id)
         assert whole is not None
         reason = home.waiting_for(whole, whole.tasks["gang[rank=0]"])
-        assert reason == "needs 4 peers at once: 3 of 3 match"
+        assert reason == "needs 4 peers at once: only 3 of 3 are suitable"
         assert all(host.enactment.admission.free == CORE for host in peers)
         late = Host(peers[0]._network, 3, LAN, CORE, 0.0)
         late.start([peers[0].peer.contact])

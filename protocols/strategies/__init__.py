@@ -1,1 +1,1 @@
-"""The strategies: each one file or folder, knowing nothing of the others."""
+"""The strategies: one folder each, independent of one another."""

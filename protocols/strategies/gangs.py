@@ -1,17 +1,17 @@
-"""Gangs: tasks that need several peers at once. Leases at as many different peers, all or none.
+"""Gang scheduling: places tasks that must run at several peers at once, at all of them or at none.
 
-Whatever a workflow's strategy is, its gangs come here: the strategies find peers one by one, and
-only the peers' own doors see the claims of all of them. Rules:
-- At first a gang takes what is free: enough peers are asked for room right now. If fewer have any,
-  all of it is given back at once: who holds nothing keeps nobody waiting.
-- A gang that has waited for a while *holds*: as many peers keep for it what comes free there, until
-  all have enough. Holds are renewed every second, and expire with the gang's home.
-- Of two gangs that want the same peer the older has it, as long as the younger has not begun (see
-  `admission`). The order is the same at every peer. So of all gangs that hold there is an oldest;
-  nobody takes anything from it, nothing new begins where it waits, and it gets what it waits for.
-  No circle of gangs that wait for each other can last, and none starves.
+Gangs are placed here whatever the strategy of their workflow: the strategies find peers one by one,
+and only the peers' own doors see the requests of all of them. Rules:
+- At first a gang takes what is free: enough peers are asked for capacity right now. If too few have
+  any, all leases are returned at once: a gang that holds nothing keeps nobody waiting.
+- A gang that has waited for a while *holds*: as many peers as it needs reserve for it what comes
+  free there, until all have enough. Holds are renewed every second, and expire if its home dies.
+- Of two gangs that want the same peer, the older one gets it, as long as the younger one has not
+  started (see `admission`). The order is the same at every peer. So one of all gangs that hold is
+  the oldest; nothing is taken from it, nothing new starts where it waits, and it gets what it waits
+  for. There is no deadlock among gangs, and none starves.
 - A peer that dies, leaves, refuses to hold or does not answer for a while is replaced by another;
-  so is one that has no room yet when another one has.
+  so is one that has no free capacity yet when another one has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from ..capacity.matching import explain, unmet
 from ..config import Config
@@ -32,6 +33,7 @@ from ..wire.messages import (
     GangTag,
     Grant,
     Member,
+    Needs,
     Offers,
     Reserve,
     ReturnLeases,
@@ -40,7 +42,7 @@ from ..wire.messages import (
 from ..wire.rpc import CallFailed, Refused, Rpc
 from .base import Estimate, OnPlaced, Placed, Placement, Unit
 
-#: beyond as many as are needed, of those asked at a time: some will be busy
+#: peers that are asked beyond those needed, because some will be busy
 SPARE = 2
 
 
@@ -52,9 +54,9 @@ class _GatheringGang:
     next_at: float
     wait_s: float
     leases: dict[bytes, int] = field(default_factory=dict)
-    holding: list[bytes] = field(default_factory=list)  # where it waits, or has a lease
-    missed: Counter[bytes] = field(default_factory=Counter)  # renewals in a row, unanswered
-    reason: str = "peers are about to be asked"
+    holding: list[bytes] = field(default_factory=list)  # peers where it waits, or has a lease
+    missed: Counter[bytes] = field(default_factory=Counter)  # unanswered renewals in a row
+    reason: str = "it is about to be placed"
 
     @property
     def size(self) -> int:
@@ -102,7 +104,7 @@ class Gangs:
             self._wake.set()
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
-        """One of a gang, and so all of it."""
+        """Withdrawing one task of a gang withdraws the whole gang."""
         for key in keys:
             gang = self._of.get(key)
             if gang is not None:
@@ -123,7 +125,7 @@ class Gangs:
         self._soon(g for g in self._gangs.values() if came or peer in g.holding)
 
     def _soon(self, gangs: Iterable[_GatheringGang]) -> None:
-        at = self._now() + self._config.ask_backoff_s_min  # such news comes in crowds
+        at = self._now() + self._config.ask_backoff_s_min  # such events come in bursts
         for gang in gangs:
             if at < gang.next_at:
                 gang.next_at = at
@@ -138,15 +140,15 @@ class Gangs:
             except TimeoutError:
                 pass
             self._wake.clear()
-            now = self._now()
-            due = sorted((g for g in self._gangs.values() if g.next_at <= now), key=lambda g: g.tag)
-            due = due[: self._config.gangs_at_once]
+            due = self._due()
             here = [m for m in self._members.here() if m.state == State.ALIVE] if due else []
-            fits = {
-                needs: [m for m in here if not unmet(m.capacity, m.traits, needs)]
-                for needs in {gang.unit.needs for gang in due}
-            }
+            fits = _fitting(here, {gang.unit.needs for gang in due})
             await asyncio.gather(*(self._gather(g, here, fits[g.unit.needs]) for g in due))
+
+    def _due(self) -> list[_GatheringGang]:
+        now = self._now()
+        due = sorted((g for g in self._gangs.values() if g.next_at <= now), key=lambda g: g.tag)
+        return due[: self._config.gangs_at_once]
 
     # ----------------------------------------------------------------- gathering
 
@@ -157,7 +159,8 @@ class Gangs:
         wanted = [m for m in matching if m.contact.id not in gang.unit.avoid]
         wanted = wanted if len(wanted) >= gang.size else matching
         if len(matching) < gang.size:
-            why = explain(here, gang.unit.needs) or f"{len(matching)} of {len(here)} match"
+            few = f"only {len(matching)} of {len(here)} are suitable"
+            why = explain(here, gang.unit.needs) or few
             gang.reason = f"needs {gang.size} peers at once: {why}"
             self._give_back(gang, {*gang.holding, *gang.leases})
             gang.next_at = now + config.gang_renew_s
@@ -166,17 +169,17 @@ class Gangs:
             await self._take(gang, wanted)
         else:
             await self._hold(gang, wanted)
-        if len(gang.leases) >= gang.size and gang.tag.id in self._gangs:
+        if len(gang.leases) >= gang.size and self._is_wanted(gang):
             self._place(gang, len(matching))
 
     async def _take(self, gang: _GatheringGang, wanted: list[Member]) -> None:
-        """What is free right now, at enough peers; or nothing."""
+        """Take what is free right now at enough peers; or nothing."""
         config = self._config
         order = self._rng.sample(wanted, len(wanted))
         order.sort(key=lambda m: (m.contact.id not in gang.unit.near, -m.traits.speed))
         order = order[: config.gang_asked_max]
         asked, until = 0, self._now() + config.lease_ttl_s / 2
-        while len(gang.leases) < gang.size and order and gang.tag.id in self._gangs:
+        while len(gang.leases) < gang.size and order and self._is_wanted(gang):
             if self._now() > until:
                 break  # the first leases would expire
             count = gang.size - len(gang.leases) + SPARE
@@ -184,58 +187,78 @@ class Gangs:
             asked += len(some)
             await asyncio.gather(*(self._ask(gang, m.contact, hold=False) for m in some))
         if len(gang.leases) < gang.size:
-            found = len(gang.leases)
             gang.reason = (
-                f"needs {gang.size} peers at once: {len(wanted)} match, {asked} were asked, "
-                f"{found} had room"
+                f"needs {gang.size} peers at once: {len(wanted)} are suitable, {asked} were asked, "
+                f"{len(gang.leases)} had free capacity"
             )
             self._give_back(gang, set(gang.leases))
             self._later(gang)
 
     async def _hold(self, gang: _GatheringGang, wanted: list[Member]) -> None:
-        """What comes free at as many peers as are needed."""
+        """Have as many peers as the gang needs reserve for it what comes free there."""
         contacts = {m.contact.id: m.contact for m in wanted}
-        gone = {peer for peer in gang.holding if peer not in contacts}
-        self._give_back(gang, gone)
-        left = [peer for peer in contacts if peer not in gang.holding]
-        missing = gang.size - len(gang.holding)
-        gang.holding += self._rng.sample(left, min(len(left), max(0, missing)))
-        asked = list(gang.holding)
-        asks = [self._ask(gang, contacts[peer], hold=True) for peer in asked]
-        kept = await asyncio.gather(*asks)
-        if gang.tag.id not in self._gangs:
-            return  # withdrawn meanwhile, and given back
-        refused = {p for p, is_kept in zip(asked, kept, strict=True) if not is_kept}
+        self._choose_holding(gang, contacts)
+        refused = await self._renew(gang, contacts)
+        if not self._is_wanted(gang):
+            return  # withdrawn meanwhile, and its leases were returned then
         self._give_back(gang, refused)
         await self._swap(gang, [c for p, c in contacts.items() if p not in gang.holding])
-        if gang.tag.id not in self._gangs:
+        if not self._is_wanted(gang):
             return
-        ready = len(gang.leases)
         gang.reason = (
-            f"needs {gang.size} peers at once: {len(wanted)} match, {len(gang.holding)} keep room "
-            f"for it as it comes free, {ready} have enough"
+            f"needs {gang.size} peers at once: {len(wanted)} are suitable, {len(gang.holding)} "
+            f"reserve for it what comes free, {len(gang.leases)} have enough"
         )
         now = self._now()
         gang.next_at = now + (0.1 if refused else self._config.gang_renew_s)
 
+    def _choose_holding(self, gang: _GatheringGang, contacts: dict[bytes, Contact]) -> None:
+        self._give_back(gang, {peer for peer in gang.holding if peer not in contacts})
+        left = [peer for peer in contacts if peer not in gang.holding]
+        missing = gang.size - len(gang.holding)
+        gang.holding += self._rng.sample(left, min(len(left), max(0, missing)))
+
+    async def _renew(self, gang: _GatheringGang, contacts: dict[bytes, Contact]) -> set[bytes]:
+        """Ask all that hold for the gang to go on; the peers that refuse."""
+        asked = list(gang.holding)
+        asks = [self._ask(gang, contacts[peer], hold=True) for peer in asked]
+        kept = await asyncio.gather(*asks)
+        return {p for p, is_kept in zip(asked, kept, strict=True) if not is_kept}
+
     async def _swap(self, gang: _GatheringGang, others: list[Contact]) -> None:
-        """Where it waits for long, another may have room by now: a few are asked each time."""
+        """Ask a few other peers each time: by now one may have what the gang waits for."""
         waiting = [peer for peer in gang.holding if peer not in gang.leases]
         if not waiting or not others:
             return
         some = self._rng.sample(others, min(len(others), len(waiting) + SPARE))
-        found = await asyncio.gather(*(self._ask(gang, contact, hold=False) for contact in some))
-        if gang.tag.id not in self._gangs:
+        have_room = await asyncio.gather(*(self._ask(gang, c, hold=False) for c in some))
+        if not self._is_wanted(gang):
             return
-        for contact, has_room in zip(some, found, strict=True):
-            if has_room and waiting:
+        for contact in compress(some, have_room):
+            if waiting:
                 self._give_back(gang, [waiting.pop()])
                 gang.holding.append(contact.id)
-            elif has_room:
+            else:
                 self._give_back(gang, [contact.id])
 
     async def _ask(self, gang: _GatheringGang, contact: Contact, hold: bool) -> bool:
-        """True if that peer has room for it, or keeps what comes free."""
+        """True if that peer granted a lease, or reserves what comes free."""
+        grant = await self._request(gang, contact, hold)
+        if grant is None:
+            return True  # its hold is still there, and expires later
+        if not self._is_wanted(gang):
+            self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
+            return False
+        if grant.leases:
+            gang.leases[contact.id] = grant.leases[0]
+        else:
+            gang.leases.pop(contact.id, None)  # an older gang has it now
+            if not grant.held:
+                self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
+        return bool(grant.leases) or grant.held
+
+    async def _request(self, gang: _GatheringGang, contact: Contact, hold: bool) -> Grant | None:
+        """None: a peer that holds did not answer, but not for long enough to be given up."""
         unit, now = gang.unit, self._now()
         due_s = None if unit.deadline_at is None else unit.deadline_at - now
         room = Room(unit.needs, 1, self._estimate(unit), due_s, hold=hold, gang=gang.tag)
@@ -249,18 +272,9 @@ class Gangs:
         except CallFailed:
             gang.missed[contact.id] += hold
             if hold and gang.missed[contact.id] < self._config.gang_misses_max:
-                return True  # what it keeps for us expires later
-            grant = Grant()  # should it have said yes, it is told that nothing is wanted
-        if gang.tag.id not in self._gangs:
-            self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
-            return False
-        if grant.leases:
-            gang.leases[contact.id] = grant.leases[0]
-        else:
-            gang.leases.pop(contact.id, None)  # an older gang has it now
-            if not grant.held:
-                self._rpc.tell(contact, ReturnLeases(leases=(), gangs=(gang.tag.id,)))
-        return bool(grant.leases) or grant.held
+                return None
+            grant = Grant()  # in case it did grant a lease, it is told to return it
+        return grant
 
     def _place(self, gang: _GatheringGang, matching: int) -> None:
         known = self._members.get
@@ -277,7 +291,7 @@ class Gangs:
             [(m.contact.id, 1, "") for m in chosen],
             matching=matching,
             known=self._members.count,
-            why=f"these {gang.size} peers had room for it at once",
+            why=f"these {gang.size} peers had free capacity for it at once",
         )
         placed = [
             Placed(replace(gang.unit, key=key), m.contact, gang.leases[m.contact.id], record)
@@ -287,6 +301,10 @@ class Gangs:
         self._on_placed(placed)
 
     # ----------------------------------------------------------------- small things
+
+    def _is_wanted(self, gang: _GatheringGang) -> bool:
+        """It has been neither placed nor withdrawn."""
+        return gang.tag.id in self._gangs
 
     def _remove(self, gang: _GatheringGang) -> None:
         del self._gangs[gang.tag.id]
@@ -308,3 +326,7 @@ class Gangs:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _fitting(here: list[Member], kinds: set[Needs]) -> dict[Needs, list[Member]]:
+    return {n: [m for m in here if not unmet(m.capacity, m.traits, n)] for n in kinds}

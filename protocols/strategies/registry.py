@@ -1,7 +1,7 @@
-"""All strategies, by name: those that come along, and those of other distributions.
+"""All strategies by name: the built-in ones, and those of other distributions.
 
-One that comes along is a folder here, and its name in `workflow.strategies`. One of another
-distribution is an entry point of the group `valence.strategies`: its name, and where its `make` is.
+A built-in strategy is a folder here, and a name in `workflow.strategies`. A strategy of another
+distribution is an entry point in the group `valence.strategies`, which names its `make`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def _own(name: str) -> Make:
     return make
 
 
-#: their messages are known as soon as this is imported
+#: importing this module registers the messages of all strategies
 MADE_BY: dict[str, Make] = {name: _own(name) for name in BUILT_IN}
 MADE_BY |= {name: point.load() for name, point in others().items()}
 
 
 def services(context: Context) -> dict[str, Service]:
-    """Of one peer: each strategy's."""
+    """One service of each strategy, for one peer."""
     return {name: make(context) for name, make in MADE_BY.items()}

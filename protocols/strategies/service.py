@@ -1,8 +1,8 @@
-"""What a peer and a strategy are to each other: what it is given, and what it gives.
+"""The plug-in interface of strategies: the context a peer gives them, and the service they return.
 
 A strategy is a folder with a module `service`, whose `make` takes a `Context` and returns a
-`Service`. It registers the messages it hears with `context.rpc`, and asks to be told of what it
-wants to know. Its messages, limits and times, metrics and page of the docs are its own.
+`Service`. It registers handlers for its messages with `context.rpc`, and subscribes to the events
+it needs. It has its own messages, limits and times, metrics, and page of the docs.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from ..membership.members import Members
 from ..wire.rpc import Rpc
 from .base import Estimate, OnPlaced, Strategy
 
-#: begins something that runs for as long as the peer does; should it fail, it is begun again
+#: runs for as long as the peer does; started again if it fails
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
 class FileEvents:
-    """What becomes of files here: strategies that place by data want to know."""
+    """Events of files at this peer, for strategies that place tasks near their data."""
 
-    #: of those that are held: a part of their hashes, and bytes
+    #: the files that are held here: a prefix of each hash, and its bytes
     held: Callable[[], dict[bytes, int]]
-    #: larger ones were made here, in so many seconds
+    #: a task made larger files here, and ran for this many seconds
     on_made: list[Callable[[float], None]] = field(default_factory=list)
-    #: their home has heard of some
+    #: the home of such a task knows of its files
     on_told: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a strategy is given."""
+    """The parts of a peer that a strategy may use."""
 
     rpc: Rpc
     members: Members
     liveness: Liveness
-    clock: Callable[[], float]  # on the wall
+    clock: Callable[[], float]  # the wall clock
     rng: random.Random
     config: Config
-    door: Door  # to this peer's own capacity
+    door: Door  # this peer's own capacity
     files: FileEvents
     on_placed: OnPlaced
     estimate: Estimate
@@ -60,20 +60,20 @@ class Metric:
 
 
 class Service:
-    """What a strategy gives: who places units, and all that runs for it at every peer."""
+    """A strategy at one peer: the object that places units, and everything that runs for it."""
 
     strategy: Strategy
 
     def works(self) -> list[tuple[str, Work]]:
-        """Their names are those of parts of a peer, as logs and metrics show them."""
+        """What runs in the background, by the name that logs and metrics show."""
         return [(self.strategy.name, self.strategy.run)]
 
     def metrics(self) -> list[Metric]:
         return []
 
     def preloads(self) -> list[tuple[asyncio.Event, Callable[[], None]]]:
-        """What takes long to load, and when it is wanted."""
+        """Functions that load slow modules, each with the event that asks for it."""
         return []
 
     async def close(self) -> None:
-        """Ends what the works do not end."""
+        """Stop whatever does not stop with the works."""

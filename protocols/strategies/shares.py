@@ -1,12 +1,12 @@
-"""Owners who wait share what there is: whoever got least goes next.
+"""Fair sharing among owners: of those that wait, the one that got least goes next.
 
-Start-time fair queueing. Each owner that waits has an account of the core-seconds it was given
-while it waited; the one with the least is served next. Who begins to wait begins where the others
-stand: nobody saves up while idle, and nobody who comes late is owed the past. With one owner only
-there is nothing to choose, and it costs nothing.
+This is start-time fair queueing. Each waiting owner has an account of the core-seconds it was given
+while it waited; the owner with the least is served next. An owner that starts to wait starts level
+with the others: an idle owner saves nothing up, and a late one is owed nothing for the past. With a
+single owner there is nothing to choose, and no cost.
 
-(An owner's weight would divide what is put on its account; a group's account would be one more of
-these above its members'.)
+(To give an owner a weight, divide its core-seconds by it before they are added; to account for a
+group of owners, put one more such account above those of its members.)
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Shares:
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
-        self._floor = 0.0  # where who comes begins
+        self._floor = 0.0  # where the account of a new owner starts
 
     @property
     def contended(self) -> bool:
-        """More than one owner waits."""
+        """More than one owner is waiting."""
         return len(self._waiting) > 1
 
     @property
@@ -45,14 +45,14 @@ class Shares:
             self._given.pop(owner, None)
 
     def only(self, owners: set[str]) -> None:
-        """Just these wait now."""
+        """Exactly these owners are waiting now."""
         for owner in self._waiting.keys() - owners:
             self.leaves(owner, self._waiting[owner])
         for owner in owners - self._waiting.keys():
             self.waits(owner)
 
     def give(self, owner: str, core_seconds: float) -> None:
-        """It was served; what it has been given counts from where all stood."""
+        """The owner was served: adds to its account, and raises the level at which others start."""
         before = self._given.get(owner, self._floor)
         self._given[owner] = before + core_seconds
         self._floor = max(self._floor, min(self._given.values()))
@@ -63,5 +63,5 @@ class Shares:
         return self._given.get(owner, self._floor)
 
     def next(self, owners: Iterable[str]) -> str:
-        """Of these, the one that got least."""
+        """The one of these owners that got least."""
         return min(owners, key=self.given)

@@ -1,13 +1,14 @@
-"""Units that wait for room: in groups of equal needs and about equal run times.
+"""The units that wait for capacity, grouped by equal needs and similar run times.
 
 Rules:
-- Owners share: of those who wait in a group, the one that got least so far comes next (`shares`).
-- Of one owner the unit that is due first goes first: by its deadline, or a fixed time after it
-  came, less the seconds of work that hang on it. So without deadlines the highest rank goes first,
-  and a second of waiting weighs as much as a second of work: none starves.
-- A unit whose run time becomes known while it waits changes its group.
-- A unit comes out once, unless it is withdrawn. None is turned away: how many there may be is said
-  where workflows are accepted (`tasks_max`), before anything is written.
+- Owners share: of those that wait in a group, the one that got least so far goes next (`shares`).
+- Within one owner, the unit that is due first goes first. It is due at its deadline, or a fixed
+  time after it was added, less the seconds of work that depend on it. So without deadlines the
+  highest rank goes first, and a second of waiting weighs as much as a second of work: no unit
+  starves.
+- A unit whose run time becomes known while it waits moves to another group.
+- A unit is taken out once, unless it is withdrawn. No unit is turned away: the limit (`tasks_max`)
+  applies where workflows are accepted, before anything is written.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..capacity.admission import NO_DEADLINE_S
-from ..wire.messages import AttemptKey, Needs
-from .base import Estimate, Unit
+from ..wire.messages import AttemptKey, Contact, Needs
+from .base import Estimate, Placed, Placement, Unit
 from .shares import Shares
 
-#: how far down a group a unit is looked for that suits a peer better
+#: how far down a group to look for a unit that suits a peer better
 SUITED_DEPTH = 15
 
 Row = tuple[float, int, Unit]
@@ -32,13 +33,13 @@ GroupKey = tuple[Needs, int | None, frozenset[bytes], Reads]
 
 @dataclass(slots=True)
 class Group:
-    """Units with the same needs: of each owner, those that are due first."""
+    """Units with the same needs: a heap for each owner, the unit that is due first on top."""
 
     shares: Shares
     needs: Needs
-    size: int | None  # its units take about 2**size seconds; None: nobody knows
-    avoid: frozenset[bytes] = frozenset()  # peers they failed at, if groups are made by that, too
-    reads: Reads = ()  # files they read, if groups are made by that, too
+    size: int | None  # each unit takes about 2**size seconds; None: not known
+    avoid: frozenset[bytes] = frozenset()  # peers they failed at, if units are grouped by that too
+    reads: Reads = ()  # files they read, if units are grouped by that too
     heaps: dict[str, list[Row]] = field(default_factory=dict)  # by owner
     left: int = 0
     oldest_at: float = 0.0
@@ -51,7 +52,7 @@ class Group:
 
     @property
     def heap(self) -> list[Row]:
-        """Of the owner that is next."""
+        """The heap of the owner that is next."""
         if len(self.heaps) == 1:
             return next(iter(self.heaps.values()))
         return self.heaps[self.shares.next(self.heaps)] if self.heaps else []
@@ -62,14 +63,23 @@ class Group:
 
     @property
     def order(self) -> tuple[float, float, float]:
-        """Groups too: that of the owner who got least, then what is due, then who waited."""
+        """Sorts groups: by the owner that got least, then the deadline, then the longest wait."""
         top = self.top
         due_at = math.inf if top.deadline_at is None else top.deadline_at
         return self.shares.given(top.owner), due_at, self.oldest_at
 
     def units(self, most: int) -> list[Unit]:
-        """Some of the next ones."""
+        """Some of the next units."""
         return [unit for _, _, unit in self.heap[:most]]
+
+
+def all_busy(count: int) -> str:
+    """Says that none of these suitable peers has free capacity."""
+    if count == 1:
+        return "the only suitable peer is busy"
+    if count == 2:
+        return "both suitable peers are busy"
+    return f"all {count} suitable peers are busy"
 
 
 class Waiting:
@@ -81,7 +91,7 @@ class Waiting:
     ) -> None:
         self.groups: dict[GroupKey, Group] = {}
         self.shares = Shares()
-        self._units: dict[AttemptKey, tuple[Group, str]] = {}  # and whose it is
+        self._units: dict[AttemptKey, tuple[Group, str]] = {}  # the group and owner of each
         self._estimate = estimate
         self._by_avoid = by_avoid
         self._by_reads = by_reads
@@ -117,7 +127,7 @@ class Waiting:
         return group
 
     def regroup(self) -> None:
-        """Units whose run time has become known go where they belong."""
+        """Move units whose run time has become known to the group where they belong."""
         for group in [g for g in self.groups.values() if g.size is None]:
             for owner, heap in list(group.heaps.items()):
                 while heap:
@@ -145,36 +155,42 @@ class Waiting:
                 self.forget_if_empty(group)
 
     def reason(self, key: AttemptKey) -> str | None:
-        """In words, what keeps a unit; and that others wait as well."""
+        """Why a unit waits, in words; and that other owners wait as well."""
         group = self.group_of(key)
         if group is None:
             return None
         if not self.shares.contended:
             return group.reason
-        return f"{group.reason}; {self.shares.owners} owners wait here and share the slots evenly"
+        owners = self.shares.owners
+        return f"{group.reason}; {owners} owners are waiting and share the slots evenly"
 
     @property
     def may_queue(self) -> bool:
-        """Who knows how long its units take may have them wait at a peer. Not while others wait
-        here who do not know that yet: all room would be gone before they get any."""
+        """Whether units of known run time may wait in a peer's queue. They may not while other
+        owners wait here with units of unknown run time: the queues would take all capacity before
+        those get any."""
         return not self.shares.contended or all(g.size is not None for g in self.groups.values())
+
+    @property
+    def has_unknown_runtimes(self) -> bool:
+        return any(group.size is None for group in self.groups.values())
 
     def group_of(self, key: AttemptKey) -> Group | None:
         return self._units.get(key, (None, ""))[0]
 
     def pop(self, group: Group, near: bytes = b"") -> Unit | None:
-        """The next one; of the next few one whose inputs are at that peer, if there is any."""
-        heap = group.heap  # (pruned since the last one came out)
+        """The next unit; or one of the next few whose inputs are at that peer, if there is any."""
+        heap = group.heap  # (pruned after every pop)
         if not heap:
             return None
         unit = heap[0][2]
         if near and near not in unit.near:
-            few = heap[:SUITED_DEPTH]  # in a heap these are among the first, if not the first
+            few = heap[:SUITED_DEPTH]  # in a heap these are close to the first
             suited = (u for _, _, u in few if near in u.near and self.group_of(u.key) is group)
             unit = next(suited, unit)
         if unit is heap[0][2]:
             heapq.heappop(heap)
-        del self._units[unit.key]  # one from further down is skipped when it comes up
+        del self._units[unit.key]  # the entry of one from further down is skipped later
         group.left -= 1
         if self.shares.contended:
             cores = max(1, unit.needs.capacity.millicores) / 1000
@@ -182,6 +198,25 @@ class Waiting:
         self.shares.leaves(unit.owner)
         self._prune(group)
         return unit
+
+    def use(
+        self,
+        group: Group | None,
+        peer: Contact,
+        leases: Iterable[int],
+        record: Placement,
+        near: bytes = b"",
+    ) -> tuple[list[Placed], list[int]]:
+        """A unit for each lease of a peer; and the leases that are left over, to be given back."""
+        placed: list[Placed] = []
+        unused: list[int] = []
+        for lease in leases:
+            unit = self.pop(group, near) if group is not None else None
+            if unit is None:
+                unused.append(lease)
+            else:
+                placed.append(Placed(unit, peer, lease, record))
+        return placed, unused
 
     def _prune(self, group: Group) -> None:
         empty = []
@@ -194,6 +229,6 @@ class Waiting:
             del group.heaps[owner]
 
     def forget_if_empty(self, group: Group) -> None:
-        # another group may have taken its place while offers were on their way
+        # another group may have taken its place while offers were in flight
         if not group.left and self.groups.get(group.key) is group:
             del self.groups[group.key]

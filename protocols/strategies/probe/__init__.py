@@ -1,1 +1,1 @@
-"""The baseline: ask a few peers at random, take the best offers."""
+"""The baseline strategy: ask a few random peers for capacity, and take the best offers."""

@@ -1,4 +1,4 @@
-"""The limits and times of probe."""
+"""The limits and times of `probe`."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from dataclasses import dataclass
 class ProbeConfig:
     asked_min: int = 4  # peers
     asked_max: int = 24
-    hold_after_s: float = 3.0  # a unit that waited so long asks for a place in a queue
+    hold_after_s: float = 3.0  # a unit that waited this long asks for a place in a queue

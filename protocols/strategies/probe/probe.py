@@ -1,20 +1,20 @@
-"""`probe`: ask a few known peers at random for room, take the best offers.
+"""The strategy `probe`: asks a few random peers for capacity, and takes the best offers.
 
-The baseline, after batch sampling (Sparrow): what is placed is a batch, so a few peers are asked
-for many units at once, and the messages per unit fall with the size of the batch.
+This is the baseline, after batch sampling (Sparrow): units are placed in batches, so a few peers
+are asked for many units at once, and the messages per unit fall with the size of the batch.
 
 Rules:
-- Units wait in groups (`waiting`); one message to a peer carries all groups' asks.
-- Only peers that could meet the needs when idle are asked. Enough of them for the batch, at
-  random, and no fewer than a handful, so that there is a choice.
-- Room that is free now is used first, on the peer with the most of it left; a place in a queue
+- Units wait in groups (`waiting`); one message to a peer carries the requests of all groups.
+- Only peers that could meet the needs when idle are asked. They are drawn at random: enough of them
+  for the batch, and no fewer than a handful, so that there is a choice.
+- Capacity that is free now is used first, on the peer with the most of it left; a place in a queue
   only when every matching peer has been asked or has just refused.
-- Few enough units to fit where they were submitted are placed there, on the spot: that costs no
-  message and no wait.
-- A peer that refuses is left alone for a while that doubles, until it says that there is room.
+- A few units that fit where they were submitted are placed there at once, without a message or a
+  wait.
+- A peer that refuses is left alone, each time for twice as long, until it announces free capacity.
 - A unit that has waited long asks peers to *hold* a place for it: no stream of small units keeps a
-  large one waiting for ever. Asks of groups that wait longest stand first in every message.
-- What was granted and not used is given back at once; answers that come late, too.
+  large one waiting for ever. The groups that have waited longest come first in every message.
+- Leases that were granted and not used are returned at once, and so are those that arrive late.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from ...capacity.matching import explain, slots, unmet
 from ...config import Config
@@ -44,15 +45,20 @@ from ...wire.messages import (
 from ...wire.rpc import CallFailed, Rpc
 from ..base import Estimate, OnPlaced, Placed, Placement, Unit
 from ..local import place_here
-from ..waiting import Group, GroupKey, Waiting
+from ..waiting import Group, GroupKey, Waiting, all_busy
 from .config import ProbeConfig
 
 GROUPS_PER_ROUND = 32
 
+#: the requests in one message to a peer
+Rows = list[tuple[Group, Room]]
+#: peer, group, leases granted, refusal
+Asked = list[tuple[bytes, Group, int, str]]
+
 
 @dataclass(slots=True)
 class _Peer:
-    """What is remembered of a peer between rounds."""
+    """The backoff of a peer, kept between rounds."""
 
     quiet_until: float = 0.0
     refused_in_a_row: int = 0
@@ -65,6 +71,10 @@ class _Offer:
     now: list[int]
     queued: list[int]
     wait_s: float
+
+    @property
+    def leases(self) -> list[int]:
+        return self.now + self.queued
 
     def roominess(self) -> float:
         return len(self.now) / max(1, slots(self.member.capacity, self.group.needs.capacity))
@@ -134,7 +144,7 @@ class Probe:
             if self._waiting:
                 await self._round()
 
-    # ----------------------------------------------------------------- at home
+    # ----------------------------------------------------------------- at this peer
 
     def _place_here(self) -> None:
         me = self._members.me
@@ -151,7 +161,7 @@ class Probe:
     # ----------------------------------------------------------------- a round
 
     def _until_next(self) -> float | None:
-        """Until a peer may be asked again; for ever if nothing waits (a wake-up will come)."""
+        """Seconds until a peer may be asked again; None if nothing waits (a wake-up will come)."""
         if not self._waiting:
             return None
         now = self._now()
@@ -162,26 +172,21 @@ class Probe:
         self._waiting.regroup()
         now = self._now()
         known = self._members.here()
-        asks: dict[bytes, list[tuple[Group, Room]]] = {}
+        asks: dict[bytes, Rows] = {}
         listed = sorted(self._waiting.groups.values(), key=lambda g: g.order)
         matching: dict[Needs, list[Member]] = {}
-        everyone: dict[GroupKey, bool] = {}
-        asking = 0
+        everyone: dict[GroupKey, bool] = {}  # whether all peers that were ready are asked
         for group in listed:
-            if asking >= GROUPS_PER_ROUND:
+            if len(everyone) >= GROUPS_PER_ROUND:
                 break
-            fitting = [m for m in known if not unmet(m.capacity, m.traits, group.needs)]
-            matching[group.needs] = fitting
+            matching[group.needs] = fitting = _fitting(known, group.needs)
             if not fitting:
-                group.reason = explain(known, group.needs) or "no peer is here"
+                group.reason = explain(known, group.needs) or "no peer is known"
                 continue
-            ready = [  # not those under suspicion: a round waits for all that it asks
-                m for m in fitting if m.state == State.ALIVE and self._peer(m).quiet_until <= now
-            ]
+            ready = self._ready(fitting, now)
             self._say_busy(group, fitting, now)
             if not ready:
                 continue
-            asking += 1
             chosen, rooms = self._choose(group, ready, now)
             everyone[group.key] = len(chosen) == len(ready)
             for member, room in zip(chosen, rooms, strict=True):
@@ -194,6 +199,11 @@ class Probe:
         finally:
             self._asking = False
         self._assign(offers, asked, matching, everyone)
+
+    def _ready(self, members: list[Member], now: float) -> list[Member]:
+        """Those that may be asked now; no suspects: a round waits for every peer that it asks."""
+        alive = [m for m in members if m.state == State.ALIVE]
+        return [m for m in alive if self._peer(m).quiet_until <= now]
 
     def _choose(
         self, group: Group, ready: list[Member], now: float
@@ -225,50 +235,52 @@ class Probe:
             )
         return chosen, rooms
 
-    async def _ask(
-        self, asks: dict[bytes, list[tuple[Group, Room]]]
-    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
-        """Ask all at once; wait a little; late answers are given back."""
+    async def _ask(self, asks: dict[bytes, Rows]) -> tuple[list[_Offer], Asked]:
+        """Ask all peers at once and wait a little; leases that come later are returned."""
         me = self._members.me
         if list(asks) == [me.contact.id]:
             rows = asks[me.contact.id]
-            message = Reserve(asks=tuple(room for _, room in rows))
-            mine = await self._rpc.call(me.contact, message, Offers)
-            return self._answers([(me, rows, mine)])
-        calls: dict[asyncio.Task[Offers], tuple[Member, list[tuple[Group, Room]]]] = {}
+            own_answer = await self._rpc.call(me.contact, _reserve(rows), Offers)
+            return self._answers([(me, rows, own_answer)])
+        calls = self._begin_calls(asks)
+        done, late = await asyncio.wait(calls, timeout=self._config.offer_s)
+        now = self._now()
+        asked: Asked = []
+        answers: list[tuple[Member, Rows, Offers]] = []
+        for task in [t for t in calls if t in late]:  # in the order of asking
+            asked += self._not_answered(*calls[task], "no answer yet", now)
+            self._late.add(task)
+            contact = calls[task][0].contact
+            task.add_done_callback(lambda t, to=contact: self._came_late(t, to))  # type: ignore[misc]
+        for task in [t for t in calls if t in done]:
+            try:
+                answers.append((*calls[task], task.result()))
+            except CallFailed as error:
+                asked += self._not_answered(*calls[task], str(error), now)
+        offers, answered = self._answers(answers)
+        return offers, asked + answered
+
+    def _begin_calls(
+        self, asks: dict[bytes, Rows]
+    ) -> dict[asyncio.Task[Offers], tuple[Member, Rows]]:
+        calls: dict[asyncio.Task[Offers], tuple[Member, Rows]] = {}
         for peer, rows in asks.items():
             member = self._members.get(peer)
             if member is None:
                 continue
-            message = Reserve(asks=tuple(room for _, room in rows))
-            call = self._rpc.call(member.contact, message, Offers, self._config.lease_ttl_s / 2)
+            limit_s = self._config.lease_ttl_s / 2
+            call = self._rpc.call(member.contact, _reserve(rows), Offers, limit_s)
             calls[asyncio.ensure_future(call)] = (member, rows)
-        done, late = await asyncio.wait(calls, timeout=self._config.offer_s)
-        now = self._now()
-        asked: list[tuple[bytes, Group, int, str]] = []
-        answers: list[tuple[Member, list[tuple[Group, Room]], Offers]] = []
-        for task in [t for t in calls if t in late]:  # in the order of asking
-            member, rows = calls[task]
-            self._refused(self._peer(member), now)
-            asked.extend((member.contact.id, group, 0, "no answer yet") for group, _ in rows)
-            self._late.add(task)
-            task.add_done_callback(lambda t, to=member.contact: self._came_late(t, to))  # type: ignore[misc]
-        for task in [t for t in calls if t in done]:
-            member, rows = calls[task]
-            try:
-                answers.append((member, rows, task.result()))
-            except CallFailed as error:
-                self._refused(self._peer(member), now)
-                asked.extend((member.contact.id, g, 0, str(error)) for g, _ in rows)
-        offers, told = self._answers(answers)
-        return offers, asked + told
+        return calls
 
-    def _answers(
-        self, answers: list[tuple[Member, list[tuple[Group, Room]], Offers]]
-    ) -> tuple[list[_Offer], list[tuple[bytes, Group, int, str]]]:
+    def _not_answered(self, member: Member, rows: Rows, why: str, now: float) -> Asked:
+        self._refused(self._peer(member), now)
+        return [(member.contact.id, group, 0, why) for group, _ in rows]
+
+    def _answers(self, answers: list[tuple[Member, Rows, Offers]]) -> tuple[list[_Offer], Asked]:
         now = self._now()
         offers: list[_Offer] = []
-        asked: list[tuple[bytes, Group, int, str]] = []
+        asked: Asked = []
         for member, rows, answer in answers:
             short = False
             for (group, room), grant in zip(rows, answer.grants, strict=False):
@@ -287,36 +299,46 @@ class Probe:
     def _assign(
         self,
         offers: list[_Offer],
-        asked: list[tuple[bytes, Group, int, str]],
+        asked: Asked,
         matching: dict[Needs, list[Member]],
         everyone: dict[GroupKey, bool],
     ) -> None:
         placed: list[Placed] = []
-        unused: dict[bytes, tuple[Contact, list[int]]] = {}
-        for group in {id(o.group): o.group for o in offers}.values():
-            mine = [o for o in offers if o.group is group]
-            record = Placement(
-                self.name,
-                [(peer, granted, refusal) for peer, g, granted, refusal in asked if g is group],
-                matching=len(matching[group.needs]) if group.needs in matching else None,
-                known=len(self._members.here()),
-            )
-            placed.extend(self._take(group, mine, record, everyone[group.key]))
-            for offer in mine:
-                left = offer.now + offer.queued
-                if left:
-                    contact = offer.member.contact
-                    unused.setdefault(contact.id, (contact, []))[1].extend(left)
-        for contact, leases in unused.values():
-            self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
+        groups = list({id(o.group): o.group for o in offers}.values())
+        by_group = [[o for o in offers if o.group is group] for group in groups]
+        for group, suitable in zip(groups, by_group, strict=True):
+            record = self._record(group, asked, matching)
+            placed.extend(self._take(group, suitable, record, everyone[group.key]))
+        self._return_unused(chain.from_iterable(by_group))
         if placed:
             self._on_placed(placed)
-        if self._waiting and any(
+        if self._waiting and self._may_ask_more(matching):
+            self._wake.set()
+
+    def _record(self, group: Group, asked: Asked, matching: dict[Needs, list[Member]]) -> Placement:
+        return Placement(
+            self.name,
+            [(peer, granted, refusal) for peer, g, granted, refusal in asked if g is group],
+            matching=len(matching[group.needs]) if group.needs in matching else None,
+            known=len(self._members.here()),
+        )
+
+    def _return_unused(self, offers: Iterable[_Offer]) -> None:
+        unused: dict[bytes, tuple[Contact, list[int]]] = {}
+        for offer in offers:
+            if offer.leases:
+                contact = offer.member.contact
+                unused.setdefault(contact.id, (contact, []))[1].extend(offer.leases)
+        for contact, leases in unused.values():
+            self._rpc.tell(contact, ReturnLeases(leases=tuple(leases)))
+
+    def _may_ask_more(self, matching: dict[Needs, list[Member]]) -> bool:
+        """Some matching peers have not been asked yet, or may be asked again."""
+        return any(
             self._peer(m).quiet_until <= self._now()
             for group in self._waiting.groups.values()
             for m in matching.get(group.needs, ())
-        ):
-            self._wake.set()  # some have not been asked yet
+        )
 
     def _take(
         self, group: Group, offers: list[_Offer], record: Placement, everyone: bool
@@ -325,31 +347,31 @@ class Probe:
         now = self._now()
         roomy = [(-o.roominess(), self._rng.random(), o) for o in offers if o.now]
         heapq.heapify(roomy)
-        queues = sorted((o for o in offers if o.queued and everyone), key=lambda o: o.wait_s)
-        offering = sum(1 for o in offers if o.now or o.queued)
-        while group.left and (roomy or queues):
-            unit = self._waiting.pop(group)
-            if unit is None:
-                break
+        queues = _by_wait(offers) if everyone else []
+        offering = sum(bool(o.leases) for o in offers)
+        while (roomy or queues) and (unit := self._waiting.pop(group)) is not None:
             if roomy:
-                offer = self._best_for(unit, roomy)
-                lease = offer.now.pop(0)
-                if offer.now:
-                    heapq.heappush(roomy, (-offer.roominess(), self._rng.random(), offer))
-                record.why = record.why or f"most free of {offering} that offered room now"
+                offer, lease = self._take_free(unit, roomy)
+                record.why = record.why or f"it had the most free capacity of {offering} offers"
             else:
-                offer = queues[0]
-                lease = offer.queued.pop(0)
-                if not offer.queued:
-                    queues.pop(0)
-                record.why = f"all busy; shortest queue of {offering} that offered a place"
+                offer, lease = _take_queued(queues)
+                record.why = f"all peers were busy; it had the shortest queue of {offering} offers"
             placed.append(Placed(unit, offer.member.contact, lease, record))
         group.oldest_at = now if placed else group.oldest_at
         self._waiting.forget_if_empty(group)
         return placed
 
+    def _take_free(
+        self, unit: Unit, roomy: list[tuple[float, float, _Offer]]
+    ) -> tuple[_Offer, int]:
+        offer = self._best_for(unit, roomy)
+        lease = offer.now.pop(0)
+        if offer.now:
+            heapq.heappush(roomy, (-offer.roominess(), self._rng.random(), offer))
+        return offer, lease
+
     def _best_for(self, unit: Unit, roomy: list[tuple[float, float, _Offer]]) -> _Offer:
-        """The roomiest, but not one where it has failed before if there is another."""
+        """The peer with the most free capacity; one where it failed only if there is no other."""
         skipped = []
         best = heapq.heappop(roomy)
         while best[2].member.contact.id in unit.avoid and roomy:
@@ -364,13 +386,17 @@ class Probe:
     def _say_busy(self, group: Group, fitting: list[Member], now: float) -> None:
         recent = [t for t in group.refusals if t > now - 2.0]
         group.refusals = recent
-        peers = f"{len(fitting)} peer{'s' if len(fitting) != 1 else ''} match"
+        count = len(fitting)
         if all(m.state != State.ALIVE for m in fitting):
-            group.reason = f"{peers}, but no answer comes from any"
+            group.reason = (
+                f"none of the {count} suitable peers answers"
+                if count > 1
+                else "the only suitable peer does not answer"
+            )
         elif recent:
-            group.reason = f"{peers}, all busy, {len(recent)} refused in the last 2 s"
+            group.reason = all_busy(count)
         else:
-            group.reason = f"{peers}, being asked"
+            group.reason = f"{count} suitable peer{'s' * (count > 1)}; asking for capacity"
 
     def _peer(self, member: Member) -> _Peer:
         return self._peers.setdefault(member.contact.id, _Peer())
@@ -392,6 +418,27 @@ class Probe:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _reserve(rows: Rows) -> Reserve:
+    return Reserve(asks=tuple(room for _, room in rows))
+
+
+def _fitting(members: list[Member], needs: Needs) -> list[Member]:
+    return [m for m in members if not unmet(m.capacity, m.traits, needs)]
+
+
+def _by_wait(offers: list[_Offer]) -> list[_Offer]:
+    """Those that offer places in a queue, the shortest first."""
+    return sorted((o for o in offers if o.queued), key=lambda o: o.wait_s)
+
+
+def _take_queued(queues: list[_Offer]) -> tuple[_Offer, int]:
+    offer = queues[0]
+    lease = offer.queued.pop(0)
+    if not offer.queued:
+        queues.pop(0)
+    return offer, lease
 
 
 def _offer(member: Member, group: Group, grant: Grant) -> _Offer:

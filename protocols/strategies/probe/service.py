@@ -1,4 +1,4 @@
-"""Probe's part of a peer."""
+"""The service of `probe` at a peer."""
 
 from __future__ import annotations
 
