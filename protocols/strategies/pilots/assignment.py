@@ -1,22 +1,24 @@
-"""Which pilot gets which task: so that the sum of ranks is as large as can be. Pure.
+"""Assigns tasks to pilots so that the sum of ranks is as large as possible. Pure.
 
 Seed 003 calls this NP-complete and takes the largest value of the matrix again and again. It is
-the linear assignment problem, solved exactly in polynomial time (`exact`); the paper's way
-(`greedy`) is for matrices too large for the time a round has.
+the linear assignment problem, solved exactly in polynomial time (`exact`); the paper's algorithm
+(`greedy`) serves for matrices too large for the time a round has.
 
-A line of the list may stand for many tasks, and a pilot may have room for several: lines that all
-pilots together can't exhaust compete with nobody, and are left out of the matrix.
+A line of the list may stand for many tasks, and a pilot may have several seats. Lines with more
+units than all pilots together have seats compete with no other line, and are left out of the
+matrix.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-#: of the matrix: within this the exact solution takes some tens of milliseconds
+#: size of the matrix up to which the exact solution takes some tens of milliseconds
 CELLS_MAX = 300_000
-#: so few are done by hand before a library is loaded
+#: a matrix this small is solved here, without loading a library
 SMALL_CELLS = 256
 FEW = 2000
 
@@ -26,7 +28,7 @@ Chosen = list[tuple[int, int, int]]
 
 @dataclass(slots=True)
 class Ranks:
-    """How much each pilot wants each line, one after the other."""
+    """The values that pilots give to lines, as three parallel lists."""
 
     pilots: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
@@ -44,48 +46,30 @@ class Ranks:
 def assign(
     seats: Sequence[int], units: Sequence[int], ranks: Ranks, cells_max: int = CELLS_MAX
 ) -> tuple[Chosen, bool]:
-    """`seats` of each pilot, `units` of each line; who gets what, and whether that is exact."""
+    """The assignment, and whether it is exact. `seats` of each pilot, `units` of each line."""
     if not len(ranks):
         return [], True
-    # a seat that is taken is better than one that is not, whatever it is worth
+    # a taken seat is better than an empty one, whatever its value
     lowest, highest = min(ranks.values), max(ranks.values)
     lift = 1e-6 * (1.0 + highest - lowest) - min(0.0, lowest)
     if len(ranks) > FEW:
-        found = _assign_many(seats, units, ranks, lift, cells_max)
-        if found is not None:
-            return found, True
+        chosen = _assign_many(seats, units, ranks, lift, cells_max)
+        if chosen is not None:
+            return chosen, True
     return _assign_few(seats, units, ranks, lift, cells_max)
 
 
 def _assign_few(
     seats: Sequence[int], units: Sequence[int], ranks: Ranks, lift: float, cells_max: int
 ) -> tuple[Chosen, bool]:
-    free = sum(seats)
-    # a line that has enough for everybody is any pilot's second choice
-    plenty: dict[int, tuple[float, int]] = {}
-    scarce = Ranks()
-    for pilot, line, value in zip(ranks.pilots, ranks.lines, ranks.values, strict=True):
-        if units[line] >= free:
-            if pilot not in plenty or value > plenty[pilot][0]:
-                plenty[pilot] = (value, line)
-        elif units[line] > 0 and seats[pilot] > 0:
-            scarce.add(pilot, line, value)
-    # what counts of a scarce one is what it adds to that; if nothing, it is never chosen
+    plenty, scarce = _plenty_and_scarce(seats, units, ranks)
+    # a scarce line counts by its gain over the plentiful one; without a gain it is never chosen
     gains = Ranks()
-    for pilot, line, value in zip(scarce.pilots, scarce.lines, scarce.values, strict=True):
+    for pilot, line, value in scarce:
         gain = value - plenty[pilot][0] if pilot in plenty else value + lift
         if gain > 0:
             gains.add(pilot, line, gain)
-    pilots, lines = set(gains.pilots), set(gains.lines)
-    rows = sum(seats[pilot] for pilot in pilots)
-    columns = sum(min(units[line], rows) for line in lines)
-    exactly = True
-    if min(len(pilots), len(lines)) <= 1:
-        chosen = greedy(seats, units, gains)  # the same then
-    elif rows * columns <= cells_max:
-        chosen = exact(seats, units, gains)
-    else:
-        chosen, exactly = greedy(seats, units, gains), False
+    chosen, exactly = _choose(seats, units, gains, cells_max)
     left = list(seats)
     for pilot, _, count in chosen:
         left[pilot] -= count
@@ -93,33 +77,65 @@ def _assign_few(
     return chosen, exactly
 
 
+def _choose(
+    seats: Sequence[int], units: Sequence[int], gains: Ranks, cells_max: int
+) -> tuple[Chosen, bool]:
+    pilots, lines = set(gains.pilots), set(gains.lines)
+    if min(len(pilots), len(lines)) <= 1:
+        return greedy(seats, units, gains), True  # greedy is exact in this case
+    rows = sum(seats[pilot] for pilot in pilots)
+    columns = sum(min(units[line], rows) for line in lines)
+    if rows * columns <= cells_max:
+        return exact(seats, units, gains), True
+    return greedy(seats, units, gains), False
+
+
+def _plenty_and_scarce(
+    seats: Sequence[int], units: Sequence[int], ranks: Ranks
+) -> tuple[dict[int, tuple[float, int]], list[tuple[int, int, float]]]:
+    """Each pilot's best line of those with enough units for all seats, as its fallback; and the
+    ranks of all other lines."""
+    free = sum(seats)
+    plenty: dict[int, tuple[float, int]] = {}
+    scarce: list[tuple[int, int, float]] = []
+    for pilot, line, value in zip(ranks.pilots, ranks.lines, ranks.values, strict=True):
+        if units[line] >= free:
+            if pilot not in plenty or value > plenty[pilot][0]:
+                plenty[pilot] = (value, line)
+        elif units[line] > 0 and seats[pilot] > 0:
+            scarce.append((pilot, line, value))
+    return plenty, scarce
+
+
 def greedy(seats: Sequence[int], units: Sequence[int], ranks: Ranks) -> Chosen:
-    """The largest value first, as in the paper; what belongs together at once."""
+    """The largest value first, as in the paper; all units of a line and pilot at once."""
     seats_left, units_left = list(seats), list(units)
-    found = []
+    chosen = []
     for index in sorted(range(len(ranks)), key=ranks.values.__getitem__, reverse=True):
         pilot, line = ranks.pilots[index], ranks.lines[index]
         count = min(seats_left[pilot], units_left[line])
         if count > 0:
             seats_left[pilot] -= count
             units_left[line] -= count
-            found.append((pilot, line, count))
-    return found
+            chosen.append((pilot, line, count))
+    return chosen
 
 
 def exact(seats: Sequence[int], units: Sequence[int], ranks: Ranks) -> Chosen:
-    """A row for each seat, a column for each unit; a pair that nobody wants is worth nothing."""
-    worth = {(p, i): v for p, i, v in zip(ranks.pilots, ranks.lines, ranks.values, strict=True)}
-    owners = [p for p in sorted(set(ranks.pilots)) for _ in range(seats[p])]
-    most = len(owners)
-    goods = [i for i in sorted(set(ranks.lines)) for _ in range(min(units[i], most))]
+    """A row for each seat, a column for each unit; a pair without a rank is worth nothing."""
+    pairs = zip(ranks.pilots, ranks.lines, strict=True)
+    worth = dict(zip(pairs, ranks.values, strict=True))
+    owners = _repeated(ranks.pilots, seats)
+    goods = _repeated(ranks.lines, [min(count, len(owners)) for count in units])
     matrix = [[worth.get((pilot, line), 0.0) for line in goods] for pilot in owners]
-    counted: dict[tuple[int, int], int] = {}
-    for row, column in best(matrix):
-        pair = (owners[row], goods[column])
-        if pair in worth:
-            counted[pair] = counted.get(pair, 0) + 1
-    return [(pilot, line, count) for (pilot, line), count in counted.items()]
+    chosen = ((owners[row], goods[column]) for row, column in best(matrix))
+    counts = Counter(pair for pair in chosen if pair in worth)
+    return [(pilot, line, count) for (pilot, line), count in counts.items()]
+
+
+def _repeated(numbers: Iterable[int], counts: Sequence[int]) -> list[int]:
+    """Each of these numbers once, repeated as often as its count says."""
+    return [number for number in sorted(set(numbers)) for _ in range(counts[number])]
 
 
 def best(matrix: list[list[float]]) -> list[tuple[int, int]]:
@@ -134,14 +150,14 @@ def best(matrix: list[list[float]]) -> list[tuple[int, int]]:
 
 
 def preload() -> None:
-    """What a master needs for its first large round takes a moment to be read."""
+    """Load the library that a master needs for its first large round: that takes a moment."""
     import scipy.optimize  # noqa: F401
 
 
 def _assign_many(
     seats: Sequence[int], units: Sequence[int], ranks: Ranks, lift: float, cells_max: int
 ) -> Chosen | None:
-    """As `_assign_few`, of thousands of ranks, in arrays; None if the matrix is too large."""
+    """`_assign_few` for thousands of ranks, in arrays; None if the matrix is too large."""
     import numpy as np
     from scipy.optimize import linear_sum_assignment
 
@@ -158,7 +174,7 @@ def _assign_many(
     width = np.minimum(goods[among], rows)
     if rows * int(width.sum()) > cells_max:
         return None
-    found: Chosen = []
+    assigned: Chosen = []
     left = places.copy()
     if rows:
         table = np.zeros((len(some), len(among)))
@@ -171,23 +187,23 @@ def _assign_many(
         pairs = np.stack((owners[row[good]], wares[column[good]]), 1)
         chosen, counts = np.unique(pairs, axis=0, return_counts=True)
         for (pilot, line), count in zip(chosen.tolist(), counts.tolist(), strict=True):
-            found.append((pilot, line, count))
+            assigned.append((pilot, line, count))
             left[pilot] -= count
     first: dict[int, int] = {}
     top = abundant & (values >= theirs)
     for pilot, line in zip(pilots[top].tolist(), lines[top].tolist(), strict=True):
         first.setdefault(pilot, line)
-    return found + [(p, line, int(left[p])) for p, line in first.items() if left[p] > 0]
+    return assigned + [(p, line, int(left[p])) for p, line in first.items() if left[p] > 0]
 
 
 def _best_of_few(matrix: list[list[float]]) -> list[tuple[int, int]]:
-    """By shortest augmenting paths."""
+    """Solved by shortest augmenting paths."""
     if len(matrix) > len(matrix[0]):
         turned = [list(column) for column in zip(*matrix, strict=True)]
         return [(row, column) for column, row in _best_of_few(turned)]
     count, width = len(matrix), len(matrix[0])
     by_row, by_column = [0.0] * (count + 1), [0.0] * (width + 1)  # potentials
-    taken = [0] * (width + 1)  # by which row, counted from 1; 0: by none
+    taken = [0] * (width + 1)  # the row that has this column, counted from 1; 0: none
     for row in range(1, count + 1):
         taken[0] = row
         at = 0

@@ -1,7 +1,7 @@
-"""The list of runnable tasks of a site, and its copies: they follow it by differences. Pure.
+"""The list of runnable tasks of a site, and its copies, which are updated by differences. Pure.
 
-A version is a number of changes. Who is behind by no more than what is remembered gets what has
-changed since; others get all of it.
+A version is a number of changes. A copy that is not too far behind gets the changes since its
+version; any other copy gets the whole list.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ CHANGES_MAX = 20_000
 
 
 class List:
-    """The master's own."""
+    """The list of a master."""
 
     def __init__(self, first: int = 0) -> None:
         self.version = first
         self.lines: dict[int, Line] = {}
-        self._changes: list[int] = []  # numbers of lines that came or went, one a version
-        self._first = first  # the version before the first change that is remembered
+        self._changes: list[int] = []  # numbers of lines that came or went, one for each version
+        self._first = first  # the version before the first change that is kept
 
     def put(self, line: Line) -> None:
         self.lines[line.number] = line
@@ -39,7 +39,8 @@ class List:
             self._first += cut
 
     def since(self, version: int) -> tuple[int, tuple[Line, ...], tuple[int, ...]]:
-        """The version that this follows on, what came, what went; on 0: all of it."""
+        """The version that these changes are based on, the lines that came, and the numbers of
+        those that went. Base 0: the whole list."""
         if version < self._first or version > self.version:
             return 0, tuple(self.lines.values()), ()
         changed = dict.fromkeys(self._changes[version - self._first :])
@@ -48,17 +49,18 @@ class List:
 
 
 class Copy:
-    """A pilot's, of one master's list."""
+    """A pilot's copy of one master's list."""
 
     def __init__(self) -> None:
         self.version = 0
         self.lines: dict[int, Line] = {}
-        self.heard_at: dict[int, float] = {}  # when a line came: it waits from then on
+        self.heard_at: dict[int, float] = {}  # when a line came: its wait is counted from then on
 
     def follow(
         self, base: int, version: int, came: Iterable[Line], went: Iterable[int], now: float
     ) -> bool:
-        """False if it is behind what these changes follow on. Changes may come twice, or late."""
+        """False if this copy is older than the base of these changes. Changes may arrive twice, or
+        late."""
         if base > self.version:
             return False
         if version < self.version and base:

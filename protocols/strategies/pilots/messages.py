@@ -1,4 +1,4 @@
-"""Messages of pilots: 79 to 86."""
+"""The messages of `pilots`, numbered 79 to 86."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...wire.messages import ID_BYTES, Message, Natural, Needs, PeerId, Seconds,
 
 Rank = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 
-#: files that are worth a way to who holds them: a part of the hash, and bytes
+#: files large enough that a task should run where they are: a prefix of the hash, and bytes
 Reads = Annotated[
     tuple[tuple[Annotated[bytes, Field(min_length=8, max_length=8)], Natural], ...],
     Field(max_length=16),
@@ -18,8 +18,8 @@ Reads = Annotated[
 
 
 class Wanting(NamedTuple):
-    """Units of a home that are alike, and read the same files. `wanted` counts from the first on:
-    those that are `settled` (room came for them, or could not be given after all) among them."""
+    """Similar units of a home that read the same files. `wanted` counts from the first unit on, and
+    includes those that are `settled`: a lease came for them, or could not be granted after all."""
 
     id: Natural  # the home's own number for them
     needs: Needs
@@ -28,15 +28,15 @@ class Wanting(NamedTuple):
     runtime_s: Seconds | None = None
     deadline_in_s: float | None = None
     waited_s: Seconds = 0.0
-    hangs_s: Seconds = 0.0  # seconds of work that hang on the first of them
+    hangs_s: Seconds = 0.0  # seconds of work that depend on the first of them
     reads: Reads = ()
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these
-    rank: Annotated[str, Field(max_length=200)] = ""  # an expression; empty: as always
+    rank: Annotated[str, Field(max_length=200)] = ""  # an expression; empty: the default one
     owner: Annotated[str, Field(max_length=64)] = ""  # of the first of them
 
 
 class Line(NamedTuple):
-    """The same, on a site's list of tasks, as far as a pilot needs it to rank them."""
+    """A line on a site's list of tasks: the parts of a `Wanting` that a pilot ranks it by."""
 
     number: Natural
     needs: Needs
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 class Bid(NamedTuple):
-    """What a pilot has free, and the tasks it would like most."""
+    """The free capacity of a pilot, and the lines it ranks highest."""
 
     pilot: PeerId
     ticket: Ticket
@@ -58,7 +58,7 @@ class Bid(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Units that are to run at a pilot: it offers room for them to their home."""
+    """Units that are assigned to a pilot: it offers leases for them to their home."""
 
     pilot: PeerId
     home: PeerId
@@ -73,17 +73,18 @@ class Landing(NamedTuple):
 
 @numbered(79)
 class PostUnits(Message):
-    """From a home to a site's master pilot: what has changed. One that wants nothing more is
-    withdrawn. `lines`: how many there are with these; if that is not so, all is said again."""
+    """From a home to a site's master pilot: the lines that changed. A line that wants nothing more
+    is withdrawn. `lines`: how many there should be now; if the master has another number of them,
+    the home posts all of them again."""
 
     units: Annotated[tuple[Wanting, ...], Field(max_length=2000)]
     lines: Natural
-    anew: bool = False  # forget what was said before
+    anew: bool = False  # forget all earlier lines
 
 
 @numbered(80)
 class UnitsPosted(Message):
-    """`again`: this peer has not heard all of it."""
+    """`again`: this peer does not have all lines."""
 
     again: bool = False
     pilots: Natural = 0  # of its site
@@ -91,8 +92,8 @@ class UnitsPosted(Message):
 
 @numbered(81)
 class TaskList(Message):
-    """A site's list, as far as it has changed since `base`; to be passed on to all between `low`
-    and `high`, or to those of `among`, who are to bid within `wait_s`."""
+    """The changes of a site's list since `base`; to be passed on to all pilots between `low` and
+    `high`, or to those in `among`, which are to bid within `wait_s`."""
 
     master: PeerId
     round: Natural
@@ -104,22 +105,22 @@ class TaskList(Message):
     high: PeerId
     among: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
     wait_s: Seconds = 0.0
-    above: Annotated[tuple[PeerId, ...], Field(max_length=32)] = ()  # whom it came by
-    excerpt: bool = False  # some lines to be ranked now, whatever list there is
-    # lines that are so young that only who holds files of theirs is to bid for them
+    above: Annotated[tuple[PeerId, ...], Field(max_length=32)] = ()  # the peers it came by
+    excerpt: bool = False  # some lines to be ranked now, whatever copy of the list a pilot has
+    # lines so young that only pilots that hold files of theirs are to bid for them
     young: Annotated[tuple[Natural, ...], Field(max_length=20_000)] = ()
 
 
 @numbered(82)
 class TaskListed(Message):
-    """`behind`: this peer lacks what the changes follow on; send all of it."""
+    """`behind`: this peer's copy is older than the base of the changes; send the whole list."""
 
     behind: bool = False
 
 
 @numbered(83)
 class Bids(Message):
-    """Of a region, on their way back to the master; of nobody, if nobody in it has room."""
+    """The bids of a region, on their way back to the master; none if it has no free capacity."""
 
     master: PeerId
     round: Natural
@@ -128,7 +129,7 @@ class Bids(Message):
 
 @numbered(84)
 class Assign(Message):
-    """Down the way that the bids came."""
+    """The assignments of a round, down the way that the bids came."""
 
     master: PeerId
     round: Natural
@@ -137,11 +138,11 @@ class Assign(Message):
 
 @numbered(85)
 class Seats(Message):
-    """From a pilot to a home: leases for units of that number. May be lost: they expire."""
+    """From a pilot to a home: leases for units of that line. May be lost: leases expire."""
 
     id: Natural
     leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
-    short: Natural = 0  # units that there was no room for after all
+    short: Natural = 0  # units that there was no capacity for after all
     rank: Rank = 0.0
     master: PeerId = bytes(ID_BYTES)
     round: Natural = 0
@@ -149,8 +150,8 @@ class Seats(Message):
 
 @numbered(86)
 class Idle(Message):
-    """From a pilot to its master: there is room; and files it holds, by a part of their hashes.
-    `settling`: it has just made some of them, and for now has room only for what reads them."""
+    """From a pilot to its master: its free capacity, and files it holds, by prefixes of their
+    hashes. `settling`: it has just made some of them, and takes only tasks that read them now."""
 
     ticket: Ticket
     held: Annotated[

@@ -1,13 +1,14 @@
-"""A pilot: takes part in its site's rounds, and lets what it is assigned land.
+"""A pilot: takes part in the rounds of its site, and leases capacity for the units it is assigned.
 
 Rules:
-- A task list is passed on into the region that came with it, one message to each of at most eight
-  parts; who does not answer is passed over, and another of its part is asked.
-- Bids come back the way the list went, put together on the way. Who is late is not waited for: how
-  long one waits depends on the depth. A late pilot is in the next round.
-- Being assigned is no promise: it lands by a lease of this peer's own admission, offered to the
-  task's home; what finds no room is told to that home at once.
-- While a master is about, it is told when there is more room than it knows of.
+- A pilot passes a task list on to the region that came with it, with one message to each of at most
+  eight parts; a delegate that does not answer is passed over, and another one of its part is asked.
+- Bids return the way the list went, and are merged on the way. Nothing waits for a late pilot: the
+  timeout depends on the depth. A late pilot is in the next round.
+- An assignment is no promise: units land by a lease of this peer's own admission, offered to the
+  task's home. If there is no capacity after all, that home is told at once.
+- As long as there are rounds, a pilot tells the master when it has more free capacity than the
+  master knows of.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import heapq
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -29,7 +30,7 @@ from ...wire.rpc import CallFailed, Rpc
 from ..advertise import is_more
 from .config import PilotsConfig
 from .listing import Copy
-from .messages import Assign, Bid, Bids, Idle, Landing, Line, Seats, TaskList, TaskListed
+from .messages import Assign, Bid, Bids, Idle, Landing, Line, Reads, Seats, TaskList, TaskListed
 from .ranking import ranking
 from .regions import Region, divide
 from .site import SiteView
@@ -41,23 +42,25 @@ ABOVE_MAX = 32
 RANKS_MAX = 256
 HELD_MAX = 64
 IDLE_S_MAX = 30.0
-SOON_S = 0.03  # from a home's word to its post at the master
+SOON_S = 0.03  # from when a home knows of a file to its post at the master
 MIB = 1 << 20
 LOW, HIGH = bytes(ID_BYTES), b"\xff" * ID_BYTES
 AVOIDED = 1e9  # rank that a task loses where it failed before
-#: of the time a round has, what is left for those one level below
+#: share of a round's time that is left for the pilots one level below
 DEEPER = 0.7
-PASS_ON_S = 0.35  # for a delegate's word that it has the list
-WANTED_S = 60.0  # after the last word of a master
+PASS_ON_S = 0.35  # for a delegate to confirm that it has the list
+WANTED_S = 60.0  # after the last message of a master
 
 Reserve = Callable[[bytes, Room], Grant]
 RoundKey = tuple[bytes, int]
+#: has a deadline, value, a random number, the number of the line
+_Ranked = tuple[bool, float, float, int]
 
 
 @dataclass(slots=True)
 class _Round:
-    parent: Contact | None  # None: this is the master's own
-    waiting: set[bytes] = field(default_factory=set)  # delegates whose bids are to come
+    parent: Contact | None  # None: this pilot is the master
+    waiting: set[bytes] = field(default_factory=set)  # delegates whose bids are outstanding
     bids: list[Bid] = field(default_factory=list)
     passing: int = 0
     over: bool = False
@@ -93,11 +96,11 @@ class Pilot:
         self._said_at = 0.0
         self._settled_at = 0.0
         self._made_at = 0.0
-        self._hears_s = 0.0  # from a file that is made to its home's word, of late
+        self._hears_s = 0.0  # smoothed delay from when a file is made until its home knows of it
         self._calm = asyncio.Event()
         self._calm.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._again = False  # say that there is room, also if that was said before
+        self._again = False  # announce the free capacity, even if it was announced before
         self._told = Ticket(Capacity())
         self._wake = asyncio.Event()
         self._tasks = Tasks()
@@ -123,13 +126,13 @@ class Pilot:
         return TaskListed()
 
     def _copy(self, master: bytes) -> Copy:
-        found = self._copies.get(master)
-        if found is None:
-            found = self._copies[master] = Copy()
+        copy = self._copies.get(master)
+        if copy is None:
+            copy = self._copies[master] = Copy()
             if len(self._copies) > COPIES_MAX:
                 self._copies.popitem(last=False)
         self._copies.move_to_end(master)
-        return found
+        return copy
 
     def _open(self, key: RoundKey, parent: Contact | None) -> _Round:
         made = self._rounds[key] = _Round(parent)
@@ -140,59 +143,64 @@ class Pilot:
         return made
 
     async def _take_part(self, key: RoundKey, message: TaskList) -> None:
-        round = self._rounds[key]
-        await self.gather(round, message)
-        if round.parent is None:
+        current = self._rounds[key]
+        await self.gather(current, message)
+        if current.parent is None:
             return
-        answer = Bids(master=message.master, round=message.round, bids=tuple(round.bids))
+        answer = Bids(master=message.master, round=message.round, bids=tuple(current.bids))
         try:
-            await self._rpc.call(round.parent, answer, Done, self._own.round_s)
+            await self._rpc.call(current.parent, answer, Done, self._own.round_s)
         except CallFailed:
             self.counts["bids_lost"] += 1
 
     async def lead(self, message: TaskList) -> _Round:
-        """The master's own part: after this, all bids that came in time."""
-        round = self._open((message.master, message.round), None)
+        """The master's own part: returns a round with all bids that came in time."""
+        current = self._open((message.master, message.round), None)
         self._wanted_until = self._now() + WANTED_S
         if not message.excerpt:
             copy = self._copy(message.master)
             copy.follow(message.base, message.version, message.came, message.went, self._now())
-        await self.gather(round, message)
-        return round
+        await self.gather(current, message)
+        return current
 
-    async def gather(self, round: _Round, message: TaskList) -> None:
-        """Pass the list on, bid, and wait for those below; not longer than there is time."""
+    async def gather(self, current: _Round, message: TaskList) -> None:
+        """Pass the list on, bid, and wait for the bids from below; no longer than there is time."""
         me = self._rpc.me.id
-        loop = asyncio.get_running_loop()
-        end = loop.time() + message.wait_s
-        if message.among:
-            known: list[bytes] = list(message.among)
-        else:
-            known = [m.contact.id for m in self._site.pilots()]
-        above = {me, *message.above}
-        known = [peer for peer in known if peer not in above]
-        regions = divide(message.low, message.high, known)
-        round.passing = len(regions)
-        work = [self._tasks.spawn(self._pass_on(round, region, message)) for region in regions]
+        end = self._now() + message.wait_s
+        regions = divide(message.low, message.high, self._below(message))
+        current.passing = len(regions)
+        work = [self._tasks.spawn(self._pass_on(current, region, message)) for region in regions]
         if not message.among or me in message.among:
             bid = self.bid(message)
             if bid is not None:
-                round.bids.append(bid)
-        while round.passing or round.waiting:
-            round.news.clear()
-            try:
-                async with asyncio.timeout_at(end):
-                    await round.news.wait()
-            except TimeoutError:
-                self.counts["late"] += len(round.waiting)
-                break
-        round.over = True
+                current.bids.append(bid)
+        await self._wait_for_bids(current, end)
+        current.over = True
         for task in work:
             if not task.done():
                 task.cancel()
 
-    async def _pass_on(self, round: _Round, region: Region, message: TaskList) -> None:
-        """To one of a region: the first who says that it has it."""
+    def _below(self, message: TaskList) -> list[bytes]:
+        """The pilots that the list may be passed on to."""
+        if message.among:
+            known: list[bytes] = list(message.among)
+        else:
+            known = [m.contact.id for m in self._site.pilots()]
+        above = {self._rpc.me.id, *message.above}
+        return [peer for peer in known if peer not in above]
+
+    async def _wait_for_bids(self, current: _Round, end: float) -> None:
+        while current.passing or current.waiting:
+            current.news.clear()
+            try:
+                async with asyncio.timeout_at(end):
+                    await current.news.wait()
+            except TimeoutError:
+                self.counts["late"] += len(current.waiting)
+                return
+
+    async def _pass_on(self, current: _Round, region: Region, message: TaskList) -> None:
+        """Pass the list to one pilot of a region: the first that confirms that it has it."""
         try:
             peers = list(region.peers)
             self._rng.shuffle(peers)
@@ -200,15 +208,15 @@ class Pilot:
             tries = DELEGATES_MAX if len(peers) > 1 else 2
             for attempt in range(tries):
                 delegate = peers[attempt % len(peers)]
-                if await self._hand(round, delegate, region, message):
+                if await self._hand(current, delegate, region, message):
                     return
             self.counts["regions_lost"] += 1
         finally:
-            round.passing -= 1
-            round.news.set()
+            current.passing -= 1
+            current.news.set()
 
     async def _hand(
-        self, round: _Round, delegate: bytes, region: Region, message: TaskList
+        self, current: _Round, delegate: bytes, region: Region, message: TaskList
     ) -> bool:
         contact = self._members.contact(delegate)
         if contact is None:
@@ -222,7 +230,7 @@ class Pilot:
                 "above": (*message.above, self._rpc.me.id)[-ABOVE_MAX:],
             }
         )
-        round.waiting.add(delegate)
+        current.waiting.add(delegate)
         self.counts["lists_sent"] += 1
         try:
             answer = await self._rpc.call(contact, part, TaskListed, PASS_ON_S)
@@ -234,25 +242,25 @@ class Pilot:
                 self.counts["lists_whole"] += 1
                 answer = await self._rpc.call(contact, part, TaskListed, 2 * PASS_ON_S)
         except CallFailed:
-            round.waiting.discard(delegate)
+            current.waiting.discard(delegate)
             self.counts["delegates_silent"] += 1
             return False
         return not answer.behind
 
     def _bids(self, sender: Contact, message: Bids) -> Done:
-        round = self._rounds.get((message.master, message.round))
-        if round is None or round.over:
-            self.counts["too_late"] += 1  # it is in the next round
+        current = self._rounds.get((message.master, message.round))
+        if current is None or current.over:
+            self.counts["too_late"] += 1  # that pilot is in the next round
             return Done()
-        round.bids.extend(message.bids)
-        round.waiting.discard(sender.id)
-        round.news.set()
+        current.bids.extend(message.bids)
+        current.waiting.discard(sender.id)
+        current.news.set()
         return Done()
 
     # ----------------------------------------------------------------- ranking
 
     def bid(self, message: TaskList) -> Bid | None:
-        """What this pilot would like most, if anything; None if it has no room."""
+        """The lines that this pilot ranks highest, if any; None if it has no free capacity."""
         ticket = self._ticket()
         self._told = ticket
         if not any(ticket.free) and not ticket.queue_units:
@@ -278,41 +286,33 @@ class Pilot:
         held = self._held()
         me = self._rpc.me.id
         unsettled = now < self._settled_at
-        found: dict[str, list[tuple[bool, float, float, int]]] = {}  # by owner
+        by_owner: dict[str, list[_Ranked]] = {}
         most = 0
         for number, line in lines.items():
             room = slots(ticket.free, line.needs.capacity)
             if not self._suits(line.needs) or not (room or ticket.queue_units):
                 continue
             most = max(most, min(room, RANKS_MAX))
-            local = remote = 0
-            for file, size in line.reads:
-                if file in held:
-                    local += size
-                else:
-                    remote += size
+            local, remote = _local_and_remote(line.reads, held)
             if not local and (unsettled or number in young):
                 continue
             waited = line.waited_s + now - since[number]
             value = ranking(line.rank)(local / MIB, remote / MIB, speed, waited, line.hangs_s)
             if me in line.avoid:
                 value -= AVOIDED
-            # of those that are worth the same, each pilot names others
+            # random, so that pilots do not all name the same lines of equal value
             row = (line.dated, value, self._rng.random(), number)
-            found.setdefault(line.owner, []).append(row)
-        count = min(RANKS_MAX, max(self._own.ranks, 4 * most))
-        each = -(-count // max(1, len(found)))  # no owner's lines hide another's
-        named = [row for rows in found.values() for row in heapq.nlargest(each, rows)]
-        return [(number, _bounded(value)) for _, value, _, number in named]
+            by_owner.setdefault(line.owner, []).append(row)
+        return _best(by_owner, min(RANKS_MAX, max(self._own.ranks, 4 * most)))
 
     def _suits(self, needs: Needs) -> bool:
-        found = self._meets.get(needs)
-        if found is None:
+        meets = self._meets.get(needs)
+        if meets is None:
             if len(self._meets) > 1000:
                 self._meets.clear()
             me = self._members.me
-            found = self._meets[needs] = not unmet(me.capacity, me.traits, needs)
-        return found
+            meets = self._meets[needs] = not unmet(me.capacity, me.traits, needs)
+        return meets
 
     # ----------------------------------------------------------------- landing
 
@@ -321,13 +321,13 @@ class Pilot:
         return Done()
 
     def assigned(self, message: Assign) -> None:
-        """Own landings, and on to one of each region of the others."""
+        """Land this pilot's own units, and pass the rest on to one pilot of each region."""
         me = self._rpc.me.id
         others: dict[bytes, list[Landing]] = {}
         for landing in message.landings:
             if landing.pilot == me:
                 self._land(landing, message)
-                # as the master believes now: what has come free meanwhile is news to it
+                # what the master believes now; it does not know what has come free meanwhile
                 taken = landing.needs.capacity
                 free = plus(self._told.free, taken, -landing.count)
                 left = Capacity(*(max(0, amount) for amount in free))
@@ -352,7 +352,7 @@ class Pilot:
                     return
             except CallFailed:
                 self.counts["delegates_silent"] += 1
-        self.counts["assignments_lost"] += len(landings)  # their homes say again what they want
+        self.counts["assignments_lost"] += len(landings)  # their homes post these units again
 
     def _land(self, landing: Landing, message: Assign) -> None:
         home = self._members.contact(landing.home)
@@ -379,23 +379,23 @@ class Pilot:
     # ----------------------------------------------------------------- room
 
     def changed(self) -> None:
-        """There may be more room than before."""
+        """There may be more free capacity than before."""
         if self._now() < self._wanted_until and self._is_more():
             self._wake.set()
 
     def made(self, took_s: float) -> None:
-        """A task that took so long has left files here: what reads them is known soon. Until then
-        this pilot has room for nothing else; unless homes are too slow to hear for that to be worth
-        it."""
+        """A task that ran this long has left files here, and tasks that read them will be posted
+        soon. Until then this pilot takes nothing else; unless homes learn of files too slowly for
+        that to be worthwhile."""
         own = self._own
         self._made_at = self._now()
         patience_s = min(own.settle_s, own.settle_share * took_s)
-        # (one at a time: where much ends, some seat would wait for ever)
+        # (one at a time: where many tasks end, some seat would wait for ever)
         if self._hears_s <= patience_s and self._calm.is_set():
             self._settle(patience_s)
 
     def heard(self) -> None:
-        """Its home has heard of it."""
+        """The home of such a task knows of its files."""
         self._hears_s += 0.2 * (min(1.0, self._now() - self._made_at) - self._hears_s)
         if self._settled_at > self._now() + SOON_S:
             self._settle(SOON_S)
@@ -421,7 +421,7 @@ class Pilot:
     async def run(self) -> None:
         again_s = self._own.idle_s
         while True:
-            # from when it was last said on, however often something else wakes this up
+            # counted from the last announcement, however often something else wakes this up
             due_s = max(0.0, self._said_at + again_s - self._now())
             try:
                 async with asyncio.timeout(due_s if self._now() < self._wanted_until else None):
@@ -463,3 +463,21 @@ class Pilot:
 
 def _bounded(value: float) -> float:
     return max(-1e15, min(1e15, value)) if value == value else -1e15
+
+
+def _local_and_remote(reads: Reads, held: Mapping[bytes, int]) -> tuple[int, int]:
+    """The bytes of these files that are held here, and those that would have to be fetched."""
+    local = remote = 0
+    for file, size in reads:
+        if file in held:
+            local += size
+        else:
+            remote += size
+    return local, remote
+
+
+def _best(by_owner: dict[str, list[_Ranked]], count: int) -> list[tuple[int, float]]:
+    """About as many lines, the same number for each owner: no owner's lines hide another's."""
+    each = -(-count // max(1, len(by_owner)))
+    named = [row for rows in by_owner.values() for row in heapq.nlargest(each, rows)]
+    return [(number, _bounded(value)) for _, value, _, number in named]

@@ -1,17 +1,18 @@
-"""`pilots`: homes post units to the master pilot of a site, whose pilots rank and share them out.
+"""The strategy `pilots`: homes post units to a site's master pilot, whose pilots rank and run them.
 
-After seed 003 (late-binding overlays). `site` says who is master, `master` and `pilot` are the two
-sides of a round, `assignment` and `ranking` what is computed in it. This is the third side: the
-home that wants its units run.
+After seed 003 (late-binding overlays). `site` determines the master, `master` and `pilot` are the
+two sides of a round, `assignment` and `ranking` the computations in it. This module is the third
+side: the home that wants its units run.
 
 Beyond the paper: rounds follow events, lists travel as differences, the assignment is exact, a lost
-master costs as long as its death takes to be known, and there need be no queue in the middle.
+master delays tasks only until its death is known, and no queue in the middle is required.
 
 Rules:
-- Units that are alike and read the same files are one line, with a number. A line goes to the
-  master of the site it needs, or that holds most of its files, or of this peer; if it finds no room
-  there for a while, to the masters of all sites. What is offered twice is given back at once.
-- A new master is told everything; the same one only what has changed.
+- Similar units that read the same files form one line, with a number. A line goes to the master of
+  the site it needs, or of the site that holds most of its files, or of this peer's own site; if it
+  gets no capacity there for a while, to the masters of all sites. Leases that are offered twice are
+  returned at once.
+- A new master is sent everything; the same master only the changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ...config import Config
 from ...membership.members import Members
 from ...wire.messages import AttemptKey, Capacity, Contact, Member, Needs, ReturnLeases
 from ...wire.rpc import CallFailed, Rpc
-from ..base import Estimate, OnPlaced, Placed, Placement, Unit
+from ..base import Estimate, OnPlaced, Placement, Unit
 from ..local import place_here
 from ..waiting import Group, GroupKey, Waiting
 from .config import PilotsConfig
@@ -46,13 +47,13 @@ class _Line:
     key: GroupKey
     site: str
     settled: int = 0
-    spilled: bool = False  # it is at the masters of all sites
+    spilled: bool = False  # it has been posted to the masters of all sites
     offered_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _Desk:
-    """What one master has been told."""
+    """What has been posted to one master."""
 
     site: str
     master: bytes = b""
@@ -62,8 +63,20 @@ class _Desk:
     not_before: float = 0.0
     pilots: int = 0
 
+    def note(self, rows: list[Wanting]) -> None:
+        for w in rows:
+            if w.wanted > w.settled:
+                self.told[w.id] = (w.wanted, w.settled)
+            else:
+                self.told.pop(w.id, None)
 
-#: wanted and settled, and of what
+    def post_again(self, why: str, not_before: float) -> None:
+        """The master may lack anything: post all of it again."""
+        self.failed, self.not_before = why, not_before
+        self.told = {}
+
+
+#: wanted and settled, of that line and group
 _Wanted = tuple[tuple[int, int], _Line, Group]
 
 
@@ -121,8 +134,8 @@ class Pilots:
         return None if group is None else self._explain(group)
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
-        """Pilots tell their master; but a run time may have become known."""
-        if any(group.size is None for group in self._waiting.groups.values()):
+        """Pilots announce this to their master; but a run time may have become known."""
+        if self._waiting.has_unknown_runtimes:
             self._wake.set()
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
@@ -138,7 +151,7 @@ class Pilots:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await self._say_all()
+            await self._post_all()
 
     def _pause_s(self) -> float:
         now = self._now()
@@ -147,41 +160,57 @@ class Pilots:
 
     # ----------------------------------------------------------------- posting
 
-    async def _say_all(self) -> None:
+    async def _post_all(self) -> None:
         now = self._now()
         self._waiting.regroup()
         masters = self._site.masters()
+        wanted = self._wanted(masters, now)
+        self._forget_lines()
+        calls = []
+        for site, master in masters.items():
+            desk = self._desk(site, master)
+            if desk.not_before <= now:
+                calls.append(self._post(desk, self._changes(desk, wanted[site], now), now))
+        for site in [site for site in self._desks if site not in masters]:
+            del self._desks[site]
+        await asyncio.gather(*calls)
+
+    def _wanted(self, masters: dict[str, bytes], now: float) -> dict[str, dict[int, _Wanted]]:
+        """The lines for each site's master."""
         wanted: dict[str, dict[int, _Wanted]] = {site: {} for site in masters}
         for group in list(self._waiting.groups.values()):
             line = self._line(group, masters, now)
             spill = now - max(line.offered_at, group.oldest_at) > self._own.spill_s
             line.spilled = line.spilled or (spill and group.needs.site is None)
-            sites = masters if line.spilled else (line.site,)
             counts = (line.settled + group.left, line.settled)
-            for site in sites:
+            for site in masters if line.spilled else (line.site,):
                 if site in wanted:
                     wanted[site][line.id] = (counts, line, group)
+        return wanted
+
+    def _forget_lines(self) -> None:
+        """Forget the lines that nothing waits in, once no master has them any more."""
         for key in [key for key in self._lines if key not in self._waiting.groups]:
             line = self._lines[key]
             if not any(line.id in desk.told for desk in self._desks.values()):
                 del self._lines[key], self._ids[line.id]
-        calls = []
-        for site, master in masters.items():
-            desk = self._desks.setdefault(site, _Desk(site))
-            if master != desk.master:
-                desk.master, desk.told, desk.not_before = master, {}, 0.0
-                desk.said_at = -1e9
-            if desk.not_before <= now:
-                rows = [
-                    self._wanting(line, group, now)
-                    for id, (counts, line, group) in wanted[site].items()
-                    if desk.told.get(id) != counts
-                ]
-                rows += [Wanting(id, _NO_NEEDS, 0, 0) for id in desk.told if id not in wanted[site]]
-                calls.append(self._say(desk, rows, now))
-        for site in [site for site in self._desks if site not in masters]:
-            del self._desks[site]
-        await asyncio.gather(*calls)
+
+    def _desk(self, site: str, master: bytes) -> _Desk:
+        desk = self._desks.setdefault(site, _Desk(site))
+        if master != desk.master:
+            desk.master, desk.told, desk.not_before = master, {}, 0.0
+            desk.said_at = -1e9
+        return desk
+
+    def _changes(self, desk: _Desk, wanted: dict[int, _Wanted], now: float) -> list[Wanting]:
+        """What this master does not know yet: the lines that changed, and those that ended."""
+        rows = [
+            self._wanting(line, group, now)
+            for line_id, (counts, line, group) in wanted.items()
+            if desk.told.get(line_id) != counts
+        ]
+        ended = (line_id for line_id in desk.told if line_id not in wanted)
+        return rows + [Wanting(line_id, _NO_NEEDS, 0, 0) for line_id in ended]
 
     def _line(self, group: Group, masters: dict[str, bytes], now: float) -> _Line:
         line = self._lines.get(group.key)
@@ -213,14 +242,14 @@ class Pilots:
             deadline_in_s=None if top.deadline_at is None else top.deadline_at - now,
             waited_s=max(0.0, now - group.oldest_at),
             hangs_s=min(1e8, max(0.0, top.rank)),
-            reads=tuple((hash[:8], size) for hash, size in group.reads),
+            reads=tuple((digest[:8], size) for digest, size in group.reads),
             avoid=tuple(sorted(group.avoid))[:8],
             rank=top.ranked_by,
             owner=top.owner[:64],
         )
 
-    async def _say(self, desk: _Desk, rows: list[Wanting], now: float) -> None:
-        """What this master does not know yet; now and then that this home is still there."""
+    async def _post(self, desk: _Desk, rows: list[Wanting], now: float) -> None:
+        """Posts the changes to this master; or, every so often, that this home is still there."""
         contact = self._members.contact(desk.master)
         due = now - desk.said_at >= self._own.post_s
         if contact is None or not (rows or (due and desk.told)):
@@ -228,24 +257,17 @@ class Pilots:
         anew = not desk.told
         for start in range(0, max(1, len(rows)), UNITS_PER_MESSAGE):
             some = rows[start : start + UNITS_PER_MESSAGE]
-            for w in some:
-                if w.wanted > w.settled:
-                    desk.told[w.id] = (w.wanted, w.settled)
-                else:
-                    desk.told.pop(w.id, None)
+            desk.note(some)
             message = PostUnits.of(tuple(some), len(desk.told), anew and start == 0)
             self.counts["posts"] += 1
             try:
                 answer = await self._rpc.call(contact, message, UnitsPosted, 1.0)
             except CallFailed as error:
-                desk.failed, desk.not_before = str(error), self._now() + AGAIN_S
-                desk.told = {}
+                desk.post_again(str(error), self._now() + AGAIN_S)
                 return
             desk.said_at, desk.failed, desk.pilots = self._now(), "", answer.pilots
             if answer.again and start + UNITS_PER_MESSAGE >= len(rows):
-                desk.told = {}  # it has other lines than it should: all of it again
-                desk.not_before = self._now() + AGAIN_S
-                desk.failed = "it has not heard all of it"
+                desk.post_again("its list is incomplete", self._now() + AGAIN_S)
 
     def _explain(self, group: Group) -> str:
         unmet = explain(self._members.here(), group.needs)
@@ -254,20 +276,19 @@ class Pilots:
             return unmet or group.reason
         desk = self._desks.get(line.site)
         if line.site not in self._site.masters():
-            return f"no pilot of site {line.site} is here"
+            return f"site {line.site} has no peer at the moment"
         if desk is not None and desk.failed:
-            return f"the master pilot of site {line.site} does not answer: {desk.failed}"
-        many = desk.pilots if desk is not None else 0
-        where = "of all sites" if line.spilled else f"of site {line.site} ({many} pilots)"
-        return f"it is on the list {where}; all who suit it are busy"
+            return f"the peer that assigns tasks at site {line.site} does not answer: {desk.failed}"
+        if line.spilled:
+            return "all suitable peers of all sites are busy"
+        peers = desk.pilots if desk is not None else 0
+        return f"all suitable peers of site {line.site} are busy (it has {peers})"
 
     # ----------------------------------------------------------------- offers
 
     def _seats(self, sender: Contact, message: Seats) -> None:
         line = self._ids.get(message.id)
         group = self._group_for(line) if line is not None else None
-        placed: list[Placed] = []
-        unused: list[int] = []
         if line is not None:
             line.settled += len(message.leases) + message.short
             line.offered_at = self._now()
@@ -275,15 +296,10 @@ class Pilots:
             self.name,
             [(sender.id, len(message.leases), "")],
             known=self._members.count,
-            why=f"round {message.round % 100_000} of master {message.master.hex()[:8]} gave it to"
-            f" this pilot, which ranked it at {message.rank:.6g}",
+            why=f"assigned to this peer in round {message.round % 100_000} of master"
+            f" {message.master.hex()[:8]}, ranked {message.rank:.6g}",
         )
-        for lease in message.leases:
-            unit = self._waiting.pop(group) if group is not None else None
-            if unit is None:
-                unused.append(lease)
-            else:
-                placed.append(Placed(unit, sender, lease, record))
+        placed, unused = self._waiting.use(group, sender, message.leases, record)
         self.counts["offered"] += len(message.leases)
         self.counts["unused"] += len(unused)
         self.counts["short"] += message.short
@@ -298,10 +314,11 @@ class Pilots:
             self._on_placed(placed)
 
     def _group_for(self, line: _Line) -> Group | None:
-        """Its own; or, as its units' run times are known by now, another of the same kind."""
-        found = self._waiting.groups.get(line.key)
-        if found is not None:
-            return found
+        """The group of this line; or, if its units' run times have become known, another one with
+        the same needs, files and peers to avoid."""
+        group = self._waiting.groups.get(line.key)
+        if group is not None:
+            return group
         needs, _, avoid, reads = line.key
         same = (needs, avoid, reads)
         groups = self._waiting.groups.values()

@@ -1,10 +1,11 @@
-"""How much a pilot wants a task: an expression over the task and itself. Pure.
+"""The rank of a task at a pilot, computed by an expression over both. Pure.
 
-`local` and `remote` are MiB of its inputs that the pilot holds, and would have to fetch; `speed` is
-the pilot's; `waited` and `hangs` are seconds, that the task has waited, and of work that hangs on
-it. By default what is held counts most, then speed, then waiting; and a little against it what
-would have to be fetched, and if that is anything at all as much as a quarter of an hour of waiting:
-who has a choice leaves a task to those who hold its files.
+`local` and `remote` are the MiB of the task's inputs that the pilot holds and that it would have to
+fetch; `speed` is the pilot's; `waited` is the seconds that the task has waited, and `hangs` the
+seconds of work that depend on it. By default the files that are held count most, then speed, then
+waiting. Bytes to fetch count a little against the task, and if there are any at all, they count as
+much as a quarter of an hour of waiting: a pilot that has a choice leaves a task to the pilots that
+hold its files.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...chemistry.notation import ChemistryError, read_rule
 VARIABLES = ("local", "remote", "speed", "waited", "hangs")
 TEXT_MAX = 200
 
-#: of local, remote, speed, waited, hangs
+#: takes local, remote, speed, waited, hangs
 Ranking = Callable[[float, float, float, float, float], float]
 
 
@@ -31,23 +32,23 @@ def by_default(local: float, remote: float, speed: float, waited: float, hangs: 
 def problem(text: str) -> str | None:
     """What is wrong with an expression, in words."""
     if len(text) > TEXT_MAX:
-        return f"an expression has at most {TEXT_MAX} characters"
+        return f"the expression has {len(text)} characters; at most {TEXT_MAX} are allowed"
     names = ", ".join(VARIABLES)
     try:
-        found = compute(_read(text), dict.fromkeys(VARIABLES, 1.0), {}, unmetered)
+        value = compute(_read(text), dict.fromkeys(VARIABLES, 1.0), {}, unmetered)
     except Incomputable:
-        return None  # of these numbers; perhaps not of others
+        return None  # with these numbers; perhaps it can be computed with others
     except (ChemistryError, KeyError, ValueError) as error:
-        return f"{error}; an expression gives a number, and may use {names}"
-    if not isinstance(found, int | float):
-        return f"it gives no number; an expression may use {names}"
+        return f"{error}; write an expression whose value is a number; it may use {names}"
+    if not isinstance(value, int | float):
+        return f"its value is not a number; an expression may use {names}"
     return None
 
 
 @lru_cache(256)
 def ranking(text: str) -> Ranking:
-    """Of an expression, whatever it is: what can't be computed, or is no number, counts for
-    nothing. It is a user's, and ranks the tasks of all: it never raises."""
+    """The function for any expression: it returns 0 where there is no number to compute. The
+    expression is one user's, and ranks the tasks of all: so the function never raises."""
     if not text:
         return by_default
     try:
@@ -57,10 +58,10 @@ def ranking(text: str) -> Ranking:
 
     def computed(*values: float) -> float:
         try:
-            found = compute(term, dict(zip(VARIABLES, values, strict=True)), {}, unmetered)
-        except Exception:  # whatever it is: it is one user's, in the middle of everybody's
+            value = compute(term, dict(zip(VARIABLES, values, strict=True)), {}, unmetered)
+        except Exception:  # of any kind: one user's expression must not stop the round of all
             return 0.0
-        return float(found) if isinstance(found, int | float) else 0.0
+        return float(value) if isinstance(value, int | float) else 0.0
 
     return computed
 

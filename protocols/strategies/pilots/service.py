@@ -1,4 +1,4 @@
-"""The part of a peer that is a pilot of its site, perhaps its master, and asks for room there."""
+"""The service of `pilots` at a peer: its pilot, its part as master, and the posts of its homes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PilotsService(Service):
         ]
 
     def preloads(self) -> list[tuple[asyncio.Event, Callable[[], None]]]:
-        return [(self.master.busy, preload)]  # before its first large round
+        return [(self.master.busy, preload)]  # before the first large round
 
     async def close(self) -> None:
         await self.pilot.close()

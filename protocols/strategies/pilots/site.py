@@ -1,8 +1,8 @@
-"""The pilots of a site, and who of them is its master: the lowest id that is believed to be alive.
+"""The pilots of a site and its master, which is the pilot with the lowest id among those alive.
 
-There is no election to lose messages of: all who believe the same of who is alive believe the same
-of who is master, within the seconds that a death takes to be known. Two masters at once assign some
-tasks twice over; only the pilots' own leases count, and what is left over is given back.
+There is no election whose messages could be lost: peers that agree on which peers are alive agree
+on the master, within the seconds that a death takes to be known. Two masters at once assign some
+tasks twice; only the pilots' own leases count, and those left over are returned.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class SiteView:
         return self._members.me.traits.site
 
     def pilots(self, site: str | None = None) -> list[Member]:
-        """Those who are here."""
+        """The members of a site that have not left."""
         name = self.name if site is None else site
-        found = self._pilots.get(name)
-        if found is None:
-            found = [m for m in self._members.here() if m.traits.site == name]
-            self._pilots[name] = found
-        return found
+        pilots = self._pilots.get(name)
+        if pilots is None:
+            pilots = [m for m in self._members.here() if m.traits.site == name]
+            self._pilots[name] = pilots
+        return pilots
 
     def master(self, site: str) -> bytes | None:
-        found = self.masters().get(site)
-        return found or min((m.contact.id for m in self.pilots(site)), default=None)
+        alive = self.masters().get(site)
+        return alive or min((m.contact.id for m in self.pilots(site)), default=None)
 
     def masters(self) -> dict[str, bytes]:
-        """Of every site."""
+        """The master of every site."""
         if self._masters is None:
-            found: dict[str, bytes] = {}
+            masters: dict[str, bytes] = {}
             for member in self._members.here():
-                id, site = member.contact.id, member.traits.site
-                if self._members.is_alive(id) and (site not in found or id < found[site]):
-                    found[site] = id
-            self._masters = found
+                peer, site = member.contact.id, member.traits.site
+                if self._members.is_alive(peer) and (site not in masters or peer < masters[site]):
+                    masters[site] = peer
+            self._masters = masters
         return self._masters
