@@ -759,7 +759,7 @@ def test_a_waiting_unit_says_for_what() -> None:
         peers[0].tickets.add(many)
         await asyncio.sleep(3.0)
         waits = [peers[0].tickets.waiting_for(unit.key) for unit in many]
-        assert any(text and "3 peers match, all busy" in text for text in waits)
+        assert any(text and "all 3 suitable peers are busy" in text for text in waits)
         huge = Unit(AttemptKey("w", "huge", 1), Needs(Capacity(gpus=4)))
         peers[0].tickets.add([huge])
         await asyncio.sleep(1.0)

@@ -1,1 +1,1 @@
-"""Claims and tickets meet in the cells of an index that is spread over all peers. See space.py."""
+"""The strategy `tickets`: claims and tickets meet in the cells of an index across all peers."""

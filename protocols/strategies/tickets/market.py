@@ -1,22 +1,22 @@
-"""What happens in one cell: claims and tickets, and the matching of one to the other. Pure.
+"""The claims and tickets of one cell, and their matching. Pure.
 
 After seed 004, Algorithm 2. Rules:
-- Claims wait in the order of their deadlines, or, as if they were due a fixed time after they came,
-  of their ranks (seconds of work that hang on them), aged: a second of waiting weighs as much as a
-  second of work, so that none starves. The order of two claims does not change while they wait, so
-  nothing is ever sorted again, but for a claim whose next unit is due earlier; a claim whose oldest
-  units are served goes to where the others belong, so a home with an endless stream does not keep
-  its place.
-- A ticket is divided among the claims it meets, the first in order first, until what is free there
-  is used up: no ticket is over-provisioned by its cell. (Only its peer decides, in the end.)
-- Claims of one owner with the same needs form a line; a ticket is held against the head of each
-  line, not against each claim: matching takes as long as there are different needs and owners.
-- Owners who wait take turns (`shares`); among claims of one owner their order decides.
-- A claim stands for many units. Numbers are counted from a claim's first unit on, at both ends
-  (`wanted`, `offered`, `matched`): a post that crosses an offer on its way is not met twice.
+- Claims are ordered by deadline; a claim without one counts as due a fixed time after it came, less
+  its rank (the seconds of work that depend on it). So ranks are aged: a second of waiting weighs as
+  much as a second of work, and none starves. The order of two claims does not change while they
+  wait, so nothing is sorted again, except a claim whose next unit is due earlier. A claim whose
+  oldest units are served moves to where the others belong: a home with an endless stream of units
+  does not keep its place.
+- A ticket is divided among the claims it meets, the first in order first, until its free capacity
+  is used up: a cell never overbooks a ticket. (In the end, only the ticket's peer decides.)
+- Claims of one owner with the same needs form a line; a ticket is compared with the head of each
+  line, not with each claim: a match takes time only for each different need and owner.
+- Waiting owners take turns (`shares`); among claims of one owner, their order decides.
+- A claim stands for many units. Both sides count from a claim's first unit on (`wanted`, `offered`,
+  `matched`), so a post that crosses an offer on its way is not matched twice.
 - An offer that has not reached its home after a while never will: its units are wanted again.
-- A claim that waits long for room that never comes free at one time (a large need beside a stream
-  of small ones) asks one peer to *hold* a place in its queue.
+- A claim that waits long for capacity that never comes free all at once (a large need beside a
+  stream of small ones) asks one peer to *hold* a place in its queue.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .config import TicketsConfig
 from .messages import Claim, Prospect, Redemption
 
 ClaimKey = tuple[bytes, int]  # its home, and the home's number for it
-Match = tuple[bytes, Redemption]  # the ticket's peer, and what it is to redeem
-#: how far down a line a claim is looked for that does not avoid a peer
+Match = tuple[bytes, Redemption]  # the ticket's peer, and the claim it is to redeem
+#: how far down a line to look for a claim that does not avoid a peer
 LINE_DEPTH = 15
-REDEMPTIONS_MAX = 500  # a ticket may be in two cells
+REDEMPTIONS_MAX = 500  # half of what a message holds, as a ticket may be in two cells
 LINE_SLACK = 64
 #: a claim whose units are younger by less than this keeps its place
 ORDER_S_MIN = 0.5
 UNITS_MAX = 2**31
 NOTHING = Capacity()
-#: work of less than this goes to one peer
+#: units that add up to less work than this go to one peer
 CHUNK_S = 0.01
 
 
@@ -53,34 +53,34 @@ CHUNK_S = 0.01
 class _Standing:
     key: ClaimKey
     claim: Claim
-    order: float  # the smaller goes first
-    matched: int  # units, from the first on
+    order: float  # the claim with the smallest goes first
+    matched: int  # units, counted from the first one
     matched_at: float
     expires_at: float
     since: float
     held_at: float = 0.0
-    waits: bool = False  # its owner is known to wait for it
+    waits: bool = False  # its owner is among those that take turns
 
     @property
     def left(self) -> int:
         return max(0, self.claim.wanted - self.matched)
 
 
-_Place = tuple[float, int, _Standing]  # its order, and a number that no other place has
+_Place = tuple[float, int, _Standing]  # its order, and a unique number
 
 
 @dataclass(slots=True)
 class _Booked:
-    """A ticket, less what was promised of it since it was posted."""
+    """A ticket, less what has been promised of it since it was posted."""
 
     member: Member
     free: Capacity
     queue_s: float = 0.0
     queue_units: int = 0
     queue_cores: int = 0
-    base: Capacity = NOTHING  # what was free when it was last known
-    at: float = -math.inf  # and when that was
-    told_until: float = -math.inf  # until then its peer says when it has more
+    base: Capacity = NOTHING  # its free capacity when that was last known
+    at: float = -math.inf  # when that was
+    told_until: float = -math.inf  # until then its peer announces more capacity by itself
     meets: dict[Needs, bool] = field(default_factory=dict)
 
 
@@ -108,63 +108,70 @@ class Market:
     # ----------------------------------------------------------------- claims
 
     def post(self, home: bytes, claim: Claim, now: float) -> tuple[Prospect, list[Match]]:
-        """A new claim, or news of one; what it is told, and what it meets at once."""
+        """A new claim, or an update of one: its prospect, and what it is matched with at once."""
         key = (home, claim.id)
-        standing = self._claims.get(key)
         if claim.wanted <= claim.offered:
             self._remove(key)
             return Prospect(claim.offered), []
         self.active_at = now
+        standing = self._claims.get(key)
         if standing is not None and standing.claim.needs != claim.needs:
             self._remove(key)
             standing = None
         if standing is None:
-            order = _order(claim, now)
-            expires_at = now + self._own.claim_ttl_s
-            since = now - claim.waited_s
-            standing = _Standing(key, claim, order, claim.offered, now, expires_at, since)
-            self._claims[key] = standing
-            self._line_up(standing)
+            standing = self._enter(key, claim, now)
         else:
-            idle = not standing.left
-            if now - standing.matched_at > self._own.claim_refresh_s:
-                standing.matched = claim.offered  # what has not arrived by now never will
-            standing.matched = max(standing.matched, claim.offered)
-            if standing.claim.owner != claim.owner:  # to another line
-                idle = True
-                self._rest(standing)
-            standing.claim = claim
-            standing.expires_at = now + self._own.claim_ttl_s
-            standing.since = now - claim.waited_s
-            # units that came later have not waited as long as those that were here first
-            order = _order(claim, now)
-            moves = order > standing.order + ORDER_S_MIN
-            if claim.deadline_in_s is not None:
-                moves = abs(order - standing.order) > ORDER_S_MIN
-            if moves or idle:
-                standing.order = order if order != standing.order else math.nextafter(order, 0.0)
-            if standing.left and (idle or moves):
-                self._line_up(standing)
+            self._update(standing, claim, now)
         self._note(standing)
         # (the paper's claims wait for the next ticket, whatever the last ones had left)
-        found: list[Match] = []
+        matches: list[Match] = []
         if self._own.ticket_on_change:
             self._pace(claim.runtime_s)
-            for booked in self.tickets.values():
-                if booked.told_until <= now:
-                    self._guess(booked, now)
-            found = self._serve(standing, now)
-        needs = claim.needs.capacity
-        free = sum(
-            slots(booked.free, needs)
-            for booked in self.tickets.values()
-            if self._meets(booked, claim.needs)
-        )
+            self._guess_silent(now)
+            matches = self._serve(standing, now)
+        free = self._free_slots(claim.needs)
         others = max(0, self._all_left(now) - standing.left)
-        return Prospect(standing.matched, min(free, UNITS_MAX), min(others, UNITS_MAX)), found
+        return Prospect(standing.matched, min(free, UNITS_MAX), min(others, UNITS_MAX)), matches
+
+    def _enter(self, key: ClaimKey, claim: Claim, now: float) -> _Standing:
+        order = _order(claim, now)
+        expires_at = now + self._own.claim_ttl_s
+        since = now - claim.waited_s
+        standing = _Standing(key, claim, order, claim.offered, now, expires_at, since)
+        self._claims[key] = standing
+        self._line_up(standing)
+        return standing
+
+    def _update(self, standing: _Standing, claim: Claim, now: float) -> None:
+        idle = not standing.left
+        if now - standing.matched_at > self._own.claim_refresh_s:
+            standing.matched = claim.offered  # offers that have not arrived by now never will
+        standing.matched = max(standing.matched, claim.offered)
+        if standing.claim.owner != claim.owner:  # it belongs in another line
+            idle = True
+            self._rest(standing)
+        standing.claim = claim
+        standing.expires_at = now + self._own.claim_ttl_s
+        standing.since = now - claim.waited_s
+        order = _order(claim, now)
+        moves = _moves(standing, order)
+        if moves or idle:
+            standing.order = order if order != standing.order else math.nextafter(order, 0.0)
+        if standing.left and (idle or moves):
+            self._line_up(standing)
+
+    def _guess_silent(self, now: float) -> None:
+        for booked in self.tickets.values():
+            if booked.told_until <= now:
+                self._guess(booked, now)
+
+    def _free_slots(self, needs: Needs) -> int:
+        """Units with these needs that would find capacity here now."""
+        booked = self.tickets.values()
+        return sum(slots(b.free, needs.capacity) for b in booked if self._meets(b, needs))
 
     def _all_left(self, now: float) -> int:
-        """Of all claims; for people to read, so it may be a moment old."""
+        """Outstanding units of all claims. Only shown to people, so it may be a moment old."""
         at, count = self._left_before
         if now - at > 0.5:
             count = sum(standing.left for standing in self._claims.values())
@@ -191,7 +198,7 @@ class Market:
             standing.waits = False
 
     def _note(self, standing: _Standing) -> None:
-        """It may wait now, or no more: only owners of what waits take turns."""
+        """A claim may have started or stopped waiting: only owners that wait take turns."""
         if not standing.left:
             self._rest(standing)
         elif not standing.waits:
@@ -199,7 +206,7 @@ class Market:
             standing.waits = True
 
     def short(self, home: bytes, claim: int, count: int) -> None:
-        """So many units were to be redeemed, and found no room."""
+        """So many units were to be redeemed, and there was no capacity for them."""
         standing = self._claims.get((home, claim))
         if standing is not None and count:
             idle = not standing.left
@@ -209,25 +216,25 @@ class Market:
             self._note(standing)
 
     def promised(self, home: bytes, claim: int) -> int | None:
-        """Units of a claim; None if it has all that it wants."""
+        """The units promised to a claim so far; None if it has all that it wants."""
         standing = self._claims.get((home, claim))
         return standing.matched if standing is not None and standing.left else None
 
     def serve_again(self, claims: Iterable[ClaimKey], but: bytes, now: float) -> list[Match]:
-        """Of these some units came up short at that peer: perhaps there is room at another."""
-        found: list[Match] = []
+        """These claims came up short at that peer: another one may have capacity for them."""
+        matches: list[Match] = []
         for key in claims:
             standing = self._claims.get(key)
             if standing is not None and self._own.ticket_on_change:
-                found += self._serve(standing, now, but)
-        return found
+                matches += self._serve(standing, now, but)
+        return matches
 
     def forget_home(self, home: bytes) -> None:
         for key in [key for key in self._claims if key[0] == home]:
             self._remove(key)
 
     def expect(self, member: Member) -> None:
-        """It lives here, and has not said anything yet: for the time being, take it for idle."""
+        """A peer of this cell that has not posted a ticket yet: assume for now that it is idle."""
         self.tickets[member.contact.id] = _Booked(member, member.capacity)
 
     def left_of(self, peer: bytes) -> Ticket:
@@ -235,23 +242,24 @@ class Market:
         return Ticket(booked.free, booked.queue_s, booked.queue_units, booked.queue_cores)
 
     def _pace(self, runtime_s: float | None) -> None:
-        """How long tasks take here, of late."""
+        """The smoothed run time of recent tasks here."""
         runtime_s = self._own.claim_answer_s if runtime_s is None else runtime_s
         self._runtime_s += (runtime_s - self._runtime_s) / 8
 
     def _guess(self, booked: _Booked, now: float) -> None:
-        """What a silent peer has free: of what ran when it was last heard of, as much has ended as
-        time has passed. To guess too much costs a redemption in vain; too little, a question."""
+        """Guess the free capacity of a silent peer: of the work that ran when it was last heard of,
+        the part that has ended grows with the time that has passed. A guess that is too high costs
+        a redemption in vain; one that is too low, a question."""
         passed = min(1.0, (now - booked.at) / max(1e-3, self._runtime_s))
         rows = zip(booked.base, booked.member.capacity, strict=True)
         booked.free = Capacity(*(have + int((most - have) * passed) for have, most in rows))
 
     def unheard(self, now: float) -> list[bytes]:
-        """Those that are silent: nobody has told them that anything is wanted."""
+        """The silent peers: they do not know that a claim waits here."""
         return [peer for peer, booked in self.tickets.items() if booked.told_until <= now]
 
     def tell(self, peer: bytes, now: float) -> float:
-        """For how long this peer is to say when it has more room: while a claim waits, that is."""
+        """How long this peer is to announce it when it has more capacity; 0 if no claim waits."""
         wanted_s = self._own.ticket_wanted_s if self.waits() else 0.0
         booked = self.tickets.get(peer)
         if booked is not None:
@@ -259,32 +267,32 @@ class Market:
         return wanted_s
 
     def told(self, peer: bytes, until: float) -> None:
-        """It knows that it is to say when it has more room."""
+        """This peer knows that it is to announce it when it has more capacity."""
         if peer in self.tickets:
             self.tickets[peer].told_until = until
 
     def waits(self) -> bool:
-        """Some claim that is here has not all it wants."""
+        """Some claim here does not have all that it wants."""
         return any(self._heads(needs) for needs in list(self._lines))
 
     def active(self, now: float) -> bool:
-        """Somebody wants something here, or did a moment ago."""
+        """There is a claim here, or was a moment ago."""
         return bool(self._claims) or now - self.active_at < self._own.ticket_wanted_s
 
     # ----------------------------------------------------------------- matching
 
     def _meets(self, booked: _Booked, needs: Needs) -> bool:
-        """When its peer is idle; asked again and again for few different needs."""
-        found = booked.meets.get(needs)
-        if found is None:
+        """Whether its peer meets the needs when idle; cached, as there are few different needs."""
+        meets = booked.meets.get(needs)
+        if meets is None:
             if len(booked.meets) >= 256:
                 booked.meets.clear()
-            found = not unmet(booked.member.capacity, booked.member.traits, needs)
-            booked.meets[needs] = found
-        return found
+            meets = not unmet(booked.member.capacity, booked.member.traits, needs)
+            booked.meets[needs] = meets
+        return meets
 
     def _ahead(self, booked: _Booked, claim: Claim) -> int:
-        """Units that may wait in its queue: of those whose run time is known, a little work."""
+        """Units that may wait in its queue: a little work, and only units of known run time."""
         if claim.runtime_s is None:
             return 0
         places = min(booked.queue_units, self._config.leases_max)
@@ -330,15 +338,14 @@ class Market:
         )
 
     def _slots(self, booked: _Booked, needs: Capacity) -> int:
-        """No peer leases more at a time."""
+        """Units that may start at once; no peer leases more than this at a time."""
         return min(slots(booked.free, needs), self._config.leases_max)
 
     def _serve(self, standing: _Standing, now: float, but: bytes = b"") -> list[Match]:
-        """A claim against all tickets: see `_place` for their order."""
+        """Match a claim with all tickets: see `_place` for their order."""
         if not standing.left or self._comes_later(standing):
             return []
         claim = standing.claim
-        needs = claim.needs.capacity
         fitting = [
             booked
             for peer, booked in self.tickets.items()
@@ -346,62 +353,77 @@ class Market:
             and self._meets(booked, claim.needs)
             and not self._avoids(standing, peer, now)
         ]
-        given: dict[bytes, list[int]] = {}  # immediate, queued
-        left = standing.left
+        shares: dict[bytes, list[int]] = {}  # units that start at once, and that wait in the queue
+        left = self._fill_free(claim, standing.left, fitting, shares)
+        self._fill_queues(claim, left, fitting, shares)
+        return [
+            self._give(standing, self.tickets[peer], at_once, queued, now)
+            for peer, (at_once, queued) in shares.items()
+        ]
+
+    def _fill_free(
+        self, claim: Claim, left: int, fitting: list[_Booked], shares: dict[bytes, list[int]]
+    ) -> int:
+        """One unit after the other to the best peer with free capacity; how many are left."""
+        needs = claim.needs.capacity
         open_now = [self._place(b, claim) for b in fitting if self._slots(b, needs)]
         heapq.heapify(open_now)
         free = {b.member.contact.id: self._slots(b, needs) for b in fitting}
         while left and open_now:
             far, slow, load, luck, peer = heapq.heappop(open_now)
             booked = self.tickets[peer]
-            row = given.setdefault(peer, [0, 0])
-            row[0] += 1
+            share = shares.setdefault(peer, [0, 0])
+            share[0] += 1
             left -= 1
             free[peer] -= 1
-            more = min(left, self._chunk(booked, claim) - 1, self._ahead(booked, claim) - row[1])
-            if more > 0:  # so short that they are not worth a message each
-                row[1] += more
+            more = min(left, self._chunk(booked, claim) - 1, self._ahead(booked, claim) - share[1])
+            if more > 0:  # units so short that they are not worth a message each
+                share[1] += more
                 left -= more
             if free[peer]:
-                share = 1 / max(1, slots(booked.member.capacity, needs))
-                heapq.heappush(open_now, (far, slow, load + share, luck, peer))
+                load += 1 / max(1, slots(booked.member.capacity, needs))
+                heapq.heappush(open_now, (far, slow, load, luck, peer))
+        return left
+
+    def _fill_queues(
+        self, claim: Claim, left: int, fitting: list[_Booked], shares: dict[bytes, list[int]]
+    ) -> None:
+        """The units that are left go into the queues, in equal parts."""
         queues = sorted(fitting, key=lambda b: -b.queue_s) if left else []
         for index, booked in enumerate(queues):
-            row = given.get(booked.member.contact.id, [0, 0])
+            peer = booked.member.contact.id
+            at_once, queued = shares.get(peer, (0, 0))
             fair = -(-left // (len(queues) - index))
-            room = self._ahead(booked, claim) - row[1]
+            room = self._ahead(booked, claim) - queued
             count = min(left, room, max(fair, self._chunk(booked, claim)))
             if count > 0:
-                given[booked.member.contact.id] = [row[0], row[1] + count]
+                shares[peer] = [at_once, queued + count]
                 left -= count
-        return [
-            self._give(standing, self.tickets[peer], now_count, queued, now)
-            for peer, (now_count, queued) in given.items()
-        ]
 
     def _comes_later(self, standing: _Standing) -> bool:
-        """Another owner, who got less, waits for just this: both wait for tickets, in turn."""
+        """Another owner, which got less, waits with the same needs: so both wait for tickets, and
+        take turns."""
         if not self._shares.contended:
             return False
-        mine = self._shares.given(standing.claim.owner)
+        own_share = self._shares.given(standing.claim.owner)
         heads = self._heads(standing.claim.needs)
-        return any(self._shares.given(line[0][2].claim.owner) < mine for line in heads)
+        return any(self._shares.given(line[0][2].claim.owner) < own_share for line in heads)
 
     def _chunk(self, booked: _Booked, claim: Claim) -> int:
-        """Units that are worth a message."""
+        """How many units make up enough work for a message."""
         if claim.runtime_s is None:
             return 1
         return math.ceil(CHUNK_S / max(1e-5, _share_s(booked, claim)))
 
     def _place(self, booked: _Booked, claim: Claim) -> tuple[bool, float, float, float, bytes]:
-        """Where it has its inputs; where it ends first; where most is free."""
+        """Sorts peers: those that hold its inputs, then the fastest, then the least loaded."""
         peer, needs = booked.member.contact.id, claim.needs.capacity
         load = 1 - slots(booked.free, needs) / max(1, slots(booked.member.capacity, needs))
         speed = round(4 * min(1e6, booked.member.traits.speed))
         return peer not in claim.near, -speed, load, self._rng.random(), peer
 
     def ticket(self, member: Member, ticket: Ticket, now: float) -> list[Redemption]:
-        """What a peer has now; what it is to redeem of it."""
+        """The current ticket of a peer; the claims it is to redeem with it."""
         peer = member.contact.id
         known = self.tickets.get(peer)
         if known is None or known.member is not member:
@@ -426,7 +448,7 @@ class Market:
         return self._ahead(booked, claim) if queued else self._slots(booked, claim.needs.capacity)
 
     def _first(self, booked: _Booked, queued: bool, now: float) -> _Standing | None:
-        """Of the claims that a ticket meets and has room for."""
+        """The first in turn of the claims that a ticket meets and has capacity for."""
         peer = booked.member.contact.id
         best: _Place | None = None
         for needs in list(self._lines):
@@ -440,7 +462,7 @@ class Market:
         return None if best is None else best[2]
 
     def _heads(self, needs: Needs) -> list[list[_Place]]:
-        """The lines of these needs in which somebody waits, one for each owner."""
+        """The lines with these needs in which a claim waits, one for each owner."""
         lines = self._lines.get(needs, {})
         for owner, line in list(lines.items()):
             while line and not _counts(line[0]):
@@ -452,39 +474,44 @@ class Market:
         return list(lines.values())
 
     def _head(self, needs: Needs, peer: bytes, now: float) -> _Place | None:
-        """Of each owner the first that does not avoid that peer; of these, whose turn it is."""
-        found = []
+        """Each owner's first claim that does not avoid that peer; of these, the one whose turn it
+        is."""
+        heads = []
         for line in self._heads(needs):
-            few = line[:LINE_DEPTH]  # in a heap these are among the first, if not the first
+            few = line[:LINE_DEPTH]  # in a heap these are close to the first
             fits = (e for e in few if _counts(e) and not self._avoids(e[2], peer, now))
-            found += [line[0]] if not self._avoids(line[0][2], peer, now) else [*fits][:1]
-        return min(found, key=self._turn, default=None)
+            heads += [line[0]] if not self._avoids(line[0][2], peer, now) else [*fits][:1]
+        return min(heads, key=self._turn, default=None)
 
     def _turn(self, entry: _Place) -> tuple[float, float, int]:
-        """Who got least is next; then by the order of claims."""
+        """Sorts claims: by the owner that got least, then by their order."""
         return self._shares.given(entry[2].claim.owner), entry[0], entry[1]
 
     # ----------------------------------------------------------------- as time goes by
 
     def tick(self, now: float) -> list[Match]:
-        """Claims whose home does not say any more that it wants them go; old ones ask for holds."""
+        """Remove claims whose home no longer renews them; and ask for holds for the old ones."""
         for key in [key for key, s in self._claims.items() if s.expires_at <= now]:
             self._remove(key)
-        found: list[Match] = []
+        matches: list[Match] = []
         for standing in list(self._claims.values()):
             waited_s = now - max(standing.since, standing.held_at)
-            if not standing.left or waited_s < self._own.ticket_hold_after_s:
-                continue
-            fitting = [b for b in self.tickets.values() if self._meets(b, standing.claim.needs)]
-            if fitting and not any(slots(b.free, standing.claim.needs[0]) for b in fitting):
-                chosen = self._rng.choice(fitting)
-                standing.held_at = now
-                standing.matched += 1
-                standing.matched_at = now
-                self._note(standing)
-                peer = chosen.member.contact.id
-                found.append((peer, self._redemption(standing, 1, hold=True)))
-        return found
+            if standing.left and waited_s >= self._own.ticket_hold_after_s:
+                matches += self._hold(standing, now)
+        return matches
+
+    def _hold(self, standing: _Standing, now: float) -> list[Match]:
+        """One unit of a claim that finds no free capacity waits at one peer that suits it."""
+        needs = standing.claim.needs
+        fitting = [b for b in self.tickets.values() if self._meets(b, needs)]
+        if not fitting or any(slots(b.free, needs.capacity) for b in fitting):
+            return []
+        chosen = self._rng.choice(fitting)
+        standing.held_at = now
+        standing.matched += 1
+        standing.matched_at = now
+        self._note(standing)
+        return [(chosen.member.contact.id, self._redemption(standing, 1, hold=True))]
 
     def sanity_check(self) -> None:
         for booked in self.tickets.values():
@@ -493,33 +520,41 @@ class Market:
             lined = self._lines.get(standing.claim.needs, {}).get(standing.claim.owner, [])
             lined_up = any(e[2] is standing and _counts(e) for e in lined)
             assert not standing.left or lined_up, "a claim is in no line"
-            assert standing.waits == bool(standing.left), "its owner is not known to wait"
+            assert standing.waits == bool(standing.left), "its owner does not take turns"
 
 
 def _order(claim: Claim, now: float) -> float:
-    """When its first unit is due, less the work that hangs on it."""
+    """When its first unit is due, less the work that depends on it."""
     if claim.deadline_in_s is not None:
         return now + claim.deadline_in_s - claim.rank_s
     return now - claim.waited_s + NO_DEADLINE_S - claim.rank_s
 
 
+def _moves(standing: _Standing, order: float) -> bool:
+    """It moves in its line: later units have not waited as long as the first ones; or the next one
+    is due earlier."""
+    if standing.claim.deadline_in_s is not None:
+        return abs(order - standing.order) > ORDER_S_MIN
+    return order > standing.order + ORDER_S_MIN
+
+
 def _counts(entry: _Place) -> bool:
-    """A place in a line: not of a claim that has all it wants, or has moved back since."""
+    """Whether a place in a line is valid: its claim wants more, and has not moved since."""
     return bool(entry[2].left) and entry[0] == entry[2].order
 
 
 def _share_s(booked: _Booked, claim: Claim) -> float:
-    """Of its peer's time, what one unit takes."""
+    """Seconds for which one unit would take up the whole peer."""
     needs = max(1, claim.needs.capacity.millicores)
     runtime_s = (claim.runtime_s or 0.0) / (booked.member.traits.speed or 1.0)
     return runtime_s * needs / max(1, booked.member.capacity.millicores)
 
 
 def _merged(rows: list[Redemption]) -> list[Redemption]:
-    """What goes to one claim now and what goes to its queue, as one."""
-    found: dict[ClaimKey, Redemption] = {}
+    """One redemption for each claim: its units that start now, and those that queue."""
+    by_claim: dict[ClaimKey, Redemption] = {}
     for row in rows:
-        before = found.get((row.home, row.claim))
+        before = by_claim.get((row.home, row.claim))
         count = row.count + (before.count if before is not None else 0)
-        found[row.home, row.claim] = row._replace(count=count)
-    return list(found.values())
+        by_claim[row.home, row.claim] = row._replace(count=count)
+    return list(by_claim.values())

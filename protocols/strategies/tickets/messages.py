@@ -1,4 +1,4 @@
-"""Messages of claims and tickets: 50 to 56, and 60."""
+"""The messages of `tickets`, numbered 50 to 56, and 60."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...wire.messages import Key, Message, Natural, Needs, PeerId, Seconds, Tick
 
 
 class Claim(NamedTuple):
-    """What a home wants of one cell: room for units of the same needs. See strategies/tickets."""
+    """What a home wants from one cell: capacity for units of the same needs."""
 
     id: Natural  # the home's own number for it
     cell: Key
     needs: Needs
-    wanted: Natural  # units, from the first on: those that were offered count among them
-    offered: Natural = 0  # of those, units that offers of this cell have reached the home for
-    rank_s: Seconds = 0.0  # seconds of work that hang on the first of them
+    wanted: Natural  # units, counted from the first one, including those that were offered
+    offered: Natural = 0  # the units among them for which offers of this cell reached the home
+    rank_s: Seconds = 0.0  # seconds of work that depend on the first of them
     waited_s: Seconds = 0.0
     runtime_s: Seconds | None = None
     deadline_in_s: float | None = None
@@ -27,15 +27,15 @@ class Claim(NamedTuple):
 
 
 class Prospect(NamedTuple):
-    """What a cell says of a claim: how many units it has promised in all, and what it has left."""
+    """A cell's answer to a claim: how many units it has promised in all, and its capacity left."""
 
     promised: Natural
-    free: Natural = 0  # units that would find room there now
+    free: Natural = 0  # units that it has capacity for now
     others: Natural = 0  # units of other claims that wait there, too
 
 
 class Redemption(NamedTuple):
-    """A claim that meets a ticket: room for so many units is to be offered to that home."""
+    """A claim that met a ticket: leases for so many units are to be offered to that home."""
 
     home: PeerId
     claim: Natural
@@ -49,14 +49,14 @@ class Redemption(NamedTuple):
 
 @numbered(50)
 class PostClaims(Message):
-    """To the owner of these claims' cells. One that wants nothing more is withdrawn."""
+    """To the owner of these claims' cells. A claim that wants nothing more is withdrawn."""
 
     claims: Annotated[tuple[Claim, ...], Field(max_length=1000)]
 
 
 @numbered(51)
 class ClaimsPosted(Message):
-    """One for each."""
+    """One prospect for each claim."""
 
     prospects: Annotated[tuple[Prospect, ...], Field(max_length=1000)]
 
@@ -65,23 +65,24 @@ class ClaimsPosted(Message):
 class PostTicket(Message):
     cells: Annotated[tuple[Key, ...], Field(min_length=1, max_length=2)]
     ticket: Ticket
-    # what was to be redeemed and found no room: its cell, home, claim, units
+    # redemptions for which there was no capacity: cell, home, claim, units
     short: Annotated[tuple[tuple[Key, PeerId, Natural, Natural], ...], Field(max_length=1000)] = ()
 
 
 @numbered(53)
 class TicketPosted(Message):
-    """Redeem these. `wanted_s`: for so long, say when there is room again."""
+    """Redeem these. `wanted_s`: how long to announce it when there is capacity again."""
 
     redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)] = ()
     wanted_s: Seconds = 0.0
-    taken: bool = True  # False: an answer of this peer's is on its way; say it again
+    taken: bool = True  # False: an answer of this peer is on its way; post the ticket again
 
 
 @numbered(54)
 class Redeem(Message):
-    """From a cell's owner, to whom it believes to have room: offer it to these homes. If somebody
-    waits, or this is more than there is room for: for `wanted_s`, say when there is more."""
+    """From a cell's owner to a peer that it believes to have capacity: offer leases to these homes.
+    If a claim waits, or this is more than there is capacity for: announce it for `wanted_s` when
+    there is more."""
 
     redemptions: Annotated[tuple[Redemption, ...], Field(max_length=1000)]
     wanted_s: Seconds
@@ -90,7 +91,7 @@ class Redeem(Message):
 
 @numbered(55)
 class Redeemed(Message):
-    """Units that room was offered for, one number for each; and what is left."""
+    """The units that were offered leases, one number for each redemption; and what is left."""
 
     offered: tuple[Natural, ...]
     ticket: Ticket
@@ -98,19 +99,19 @@ class Redeemed(Message):
 
 @numbered(56)
 class Offer(Message):
-    """To a home whose claim met this peer's ticket: leases for its units. May be lost: they expire,
-    and the home says again what it wants."""
+    """To a home whose claim met this peer's ticket: leases for its units. May be lost: leases
+    expire, and the home posts its claim again."""
 
     claim: Natural
     cell: Key
     leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)]
-    queued: Natural = 0  # how many of them, the last ones, wait in the queue
+    queued: Natural = 0  # how many of them wait in the queue: the last ones
 
 
 @numbered(60)
 class Shortfall(Message):
-    """To a home: peers that were thought to be idle were not, so fewer units of its claim than were
-    promised have room in this cell. May be lost: it says again what it wants."""
+    """To a home: peers that were assumed to be idle were not, so this cell has capacity for fewer
+    units of its claim than were promised. May be lost: the home posts its claim again."""
 
     claim: Natural
     cell: Key

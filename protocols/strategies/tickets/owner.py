@@ -1,15 +1,15 @@
-"""The owner of cells: takes claims and tickets, and tells tickets' peers what to redeem.
+"""The owner of cells: matches claims with tickets, and has the tickets' peers redeem the claims.
 
-Every peer is one, for the cells whose control points are closest to its id. Rules:
-- A cell where no claim waits is silent: no ticket is posted to it, and who lives there (its owner
-  knows them from the members) is taken for idle, or for what must have ended there since it was
-  heard of. What a claim meets of that is redeemed, or comes back short; a claim that must wait has
-  all that are silent asked: each answers with what it really has, and says when it has more for as
-  long as claims wait.
-- A ticket is not matched while its peer has not yet answered what it was to redeem before: what it
-  says meanwhile may be older than that.
-- Nothing here is on disk, or copied: a cell whose owner dies begins anew at the next closest peer,
-  with what homes and peers post there as soon as they hear of the death.
+Every peer owns the cells whose control points are closest to its id. Rules:
+- A cell where no claim waits is silent: no ticket is posted to it. Its owner knows the peers of the
+  cell from the members, and assumes that they are idle, or guesses what must have ended there since
+  it last heard of them. A claim that is matched with such a guess is redeemed, or comes back short.
+  When a claim must wait, all silent peers are asked: each answers with its real capacity, and
+  announces when it has more for as long as claims wait.
+- A ticket is not matched while its peer has redemptions to answer: its ticket may be older than
+  those.
+- Nothing here is on disk, or replicated: a cell whose owner dies starts empty at the next closest
+  peer, with the claims and tickets that are posted there as soon as the death is known.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Owner:
         self._rng = rng
         self._config = config
         self._own = config.of(TicketsConfig)
-        # cell and peer: so many answers are on their way
+        # outstanding answers by cell and peer
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
         self._tasks = Tasks()
         self._some = asyncio.Event()
@@ -78,19 +78,19 @@ class Owner:
                 if room < 0 or market is None:
                     self.counts["overload"] += 1
                     market = None
-            if market is None:  # it wants nothing; or it is said again, perhaps to another owner
+            if market is None:  # it wants nothing; or is posted again, perhaps to another owner
                 prospects.append(Prospect(claim.offered))
                 continue
-            prospect, found = market.post(sender.id, claim, now)
+            prospect, met = market.post(sender.id, claim, now)
             prospects.append(prospect)
-            matches[claim.cell].extend(found)
+            matches[claim.cell].extend(met)
         self.counts["claims"] += len(message.claims)
-        for cell, found in matches.items():
-            self._redeem(cell, found)
+        for cell, met in matches.items():
+            self._redeem(cell, met)
         return ClaimsPosted.of(tuple(prospects))
 
     def _open(self, cell: bytes) -> Market | None:
-        """None: this peer has more cells already than it can see to."""
+        """None: this peer has too many cells already."""
         if len(self.markets) >= MARKETS_MAX:
             return None
         market = self.markets[cell] = Market(cell, self._config, self._rng)
@@ -99,7 +99,7 @@ class Owner:
         return market
 
     def _look_for(self, cell: bytes, market: Market) -> None:
-        """Who lives there and has no ticket: a newcomer, or one whose answer was lost."""
+        """Add peers of a cell that have no ticket: newcomers, or those whose answer was lost."""
         if self._own.ticket_on_change:
             for member in self._space.members_of(cell):
                 if member.state == State.ALIVE and member.contact.id not in market.tickets:
@@ -114,12 +114,7 @@ class Owner:
         rows: list[Redemption] = []
         wanted_s = 0.0
         ticket = message.ticket
-        short: dict[bytes, list[ClaimKey]] = defaultdict(list)
-        for cell, home, claim, count in message.short:
-            market = self.markets.get(cell)
-            if market is not None:
-                market.short(home, claim, count)
-                short[cell].append((home, claim))
+        short = self._note_short(message)
         taken = True
         for cell in message.cells:
             market = self.markets.get(cell)
@@ -138,22 +133,33 @@ class Owner:
             self._serve_again(cell, claims, sender.id)
         return TicketPosted.of(tuple(rows), wanted_s, taken)
 
+    def _note_short(self, message: PostTicket) -> dict[bytes, list[ClaimKey]]:
+        """The claims that came up short at this peer, by cell."""
+        short: dict[bytes, list[ClaimKey]] = defaultdict(list)
+        for cell, home, claim, count in message.short:
+            market = self.markets.get(cell)
+            if market is not None:
+                market.short(home, claim, count)
+                short[cell].append((home, claim))
+        return short
+
     def _serve_again(self, cell: bytes, claims: list[ClaimKey], but: bytes) -> None:
-        """Elsewhere in this cell; for what is left, their homes look into other cells."""
+        """Match these claims with other peers of this cell; their homes look for the rest in other
+        cells."""
         market = self.markets.get(cell)
         if market is None:
-            return  # nobody wants anything there any more
+            return  # no claim is left there
         self._redeem(cell, market.serve_again(claims, but, self._now()))
         for home, claim in dict.fromkeys(claims):
             promised, contact = market.promised(home, claim), self._members.contact(home)
             if promised is not None and contact is not None and self._own.ticket_on_change:
                 self._rpc.tell(contact, Shortfall(claim=claim, cell=cell, promised=promised))
 
-    def _redeem(self, cell: bytes, found: list[Match]) -> None:
-        """Ask those that were matched; and, if that was not enough, those that are silent."""
+    def _redeem(self, cell: bytes, matches: list[Match]) -> None:
+        """Ask the peers that were matched; and the silent ones, if claims still wait."""
         market = self.markets.get(cell)
         by_peer: dict[bytes, list[Redemption]] = defaultdict(list)
-        for peer, row in found:
+        for peer, row in matches:
             by_peer[peer].append(row)
         for peer, rows in by_peer.items():
             self._tasks.spawn(self._ask(cell, peer, tuple(rows)))
@@ -163,48 +169,58 @@ class Owner:
                     self._tasks.spawn(self._ask(cell, peer, ()))
 
     async def _ask(self, cell: bytes, peer: bytes, rows: tuple[Redemption, ...]) -> None:
-        """Until there is nothing more for it to redeem."""
+        """Have a peer redeem these; and again, until there is nothing more for it to redeem."""
         while True:
             market, contact = self.markets.get(cell), self._members.contact(peer)
             if market is None or contact is None:
                 return
-            self._asked[cell, peer] += 1
             sent_at, waits = self._now(), bool(market.tell(peer, self._now()))
-            self.counts["redeems"] += 1
-            self.counts["notifications"] += sum(row.count for row in rows)
             message = Redeem.of(rows, self._own.ticket_wanted_s, waits)
-            try:
-                answer = await self._rpc.call(contact, message, Redeemed, self._own.claim_answer_s)
-            except CallFailed:
-                answer = None
-            finally:
-                self._asked[cell, peer] -= 1
-                if not self._asked[cell, peer]:
-                    del self._asked[cell, peer]
-            offered = 0
-            short = []
-            for index, row in enumerate(rows):
-                done = answer.offered[index] if answer and index < len(answer.offered) else 0
-                offered += done
-                if done < row.count:
-                    market.short(row.home, row.claim, row.count - done)
-                    short.append((row.home, row.claim))
-            member = self._members.get(peer)
-            if answer is None or member is None:
-                market.tickets.pop(peer, None)  # it is looked for again in a while
-            elif short:
-                market.told(peer, sent_at + self._own.ticket_wanted_s)
-            if short:
-                self._serve_again(cell, short, peer)
-            if answer is None or member is None:
-                return
-            if self._asked[cell, peer]:
-                return  # it was asked more meanwhile: that answer says what is left
-            if rows and not offered:  # whatever it says: it has nothing for these
-                answer = Redeemed.of((), Ticket(Capacity()))
-            rows = tuple(market.ticket(member, answer.ticket, self._now()))
+            answer = await self._call(cell, contact, message)
+            rows = self._next_rows(cell, market, peer, rows, answer, sent_at)
             if not rows:
                 return
+
+    def _next_rows(
+        self,
+        cell: bytes,
+        market: Market,
+        peer: bytes,
+        rows: tuple[Redemption, ...],
+        answer: Redeemed | None,
+        sent_at: float,
+    ) -> tuple[Redemption, ...]:
+        """Takes the answer to these; what the peer is to redeem next."""
+        offered, short = _outcome(market, rows, answer)
+        member = self._members.get(peer)
+        if answer is None or member is None:
+            market.tickets.pop(peer, None)  # `_look_for` finds it again in a while
+        elif short:
+            market.told(peer, sent_at + self._own.ticket_wanted_s)
+        if short:
+            self._serve_again(cell, short, peer)
+        if answer is None or member is None:
+            return ()
+        if self._asked[cell, peer]:
+            return ()  # it was asked for more meanwhile: that answer says what is left
+        if rows and not offered:  # whatever its ticket says, it has nothing for these
+            answer = Redeemed.of((), Ticket(Capacity()))
+        return tuple(market.ticket(member, answer.ticket, self._now()))
+
+    async def _call(self, cell: bytes, contact: Contact, message: Redeem) -> Redeemed | None:
+        """The answer; None if there was none."""
+        pair = (cell, contact.id)
+        self._asked[pair] += 1
+        self.counts["redeems"] += 1
+        self.counts["notifications"] += sum(row.count for row in message.redemptions)
+        try:
+            return await self._rpc.call(contact, message, Redeemed, self._own.claim_answer_s)
+        except CallFailed:
+            return None
+        finally:
+            self._asked[pair] -= 1
+            if not self._asked[pair]:
+                del self._asked[pair]
 
     # ----------------------------------------------------------------- as time goes by
 
@@ -226,21 +242,43 @@ class Owner:
                 self._some.clear()
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        anew = old is not None and old.boot != new.boot
+        restarted = old is not None and old.boot != new.boot
         for market in self.markets.values():
-            if new.state >= State.DEAD or anew:
+            if new.state >= State.DEAD or restarted:
                 market.forget_home(new.contact.id)
-            if new.state != State.ALIVE or anew:
+            if new.state != State.ALIVE or restarted:
                 market.tickets.pop(new.contact.id, None)
-        came = new.state == State.ALIVE and (old is None or old.state != State.ALIVE or anew)
-        if came and self._own.ticket_on_change:
-            for cell in self._space.cells_of(new):
-                found = self.markets.get(cell.key)
-                if found is not None and new.contact.id not in found.tickets:
-                    found.expect(new)  # and asked with the next tick
+        was_alive = old is not None and old.state == State.ALIVE and not restarted
+        if not was_alive:
+            self._expect(new)
+
+    def _expect(self, newcomer: Member) -> None:
+        """The cells of a peer that came alive assume that it is idle, and ask it with the next
+        tick."""
+        if newcomer.state != State.ALIVE or not self._own.ticket_on_change:
+            return
+        for cell in self._space.cells_of(newcomer):
+            market = self.markets.get(cell.key)
+            if market is not None and newcomer.contact.id not in market.tickets:
+                market.expect(newcomer)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def close(self) -> None:
         await self._tasks.close()
+
+
+def _outcome(
+    market: Market, rows: tuple[Redemption, ...], answer: Redeemed | None
+) -> tuple[int, list[ClaimKey]]:
+    """The units that were offered, and the claims that came up short."""
+    offered = 0
+    short = []
+    for index, row in enumerate(rows):
+        count = answer.offered[index] if answer and index < len(answer.offered) else 0
+        offered += count
+        if count < row.count:
+            market.short(row.home, row.claim, row.count - count)
+            short.append((row.home, row.claim))
+    return offered, short

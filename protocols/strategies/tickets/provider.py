@@ -1,11 +1,12 @@
-"""A peer's ticket: says what it has free, and redeems it to the claims it met.
+"""The ticket of a peer: posts its free capacity, and redeems the claims that the ticket meets.
 
 Rules:
-- Only this peer decides about its capacity: redeeming is a lease by its own admission, offered to
-  the claim's home; what finds no room is told back.
-- While a cell wants to know, a ticket is posted as soon as there is more room than it was last told
-  (what comes free together goes together), and now and then; else nothing is said.
-- One ticket is on its way at a time: its answer is what to redeem of it.
+- Only this peer decides about its capacity: to redeem a claim is to grant a lease by its own
+  admission, and to offer it to the claim's home. The owner is told of units without capacity.
+- While a cell has claims that wait, a ticket is posted as soon as there is more free capacity than
+  in the last one (capacity that comes free together goes in one ticket), and every so often; at
+  other times nothing is posted.
+- One ticket is on its way at a time: its answer says what to redeem with it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TicketProvider:
         self._own = config.of(TicketsConfig)
         self._reserve = reserve
         self._ticket = ticket
-        self._told = Ticket(ticket().free)  # what the cell's owner believes
+        self._told = Ticket(ticket().free)  # what the cell's owner knows
         self._posted_to: dict[bytes, tuple[bytes, ...]] = {}
         self._wanted_until = 0.0
         self._short: list[tuple[bytes, bytes, int, int]] = []
@@ -60,7 +61,7 @@ class TicketProvider:
         members.listen(self._member_changed, at_stake=self._posted_to)
 
     def changed(self) -> None:
-        """There may be more room than before."""
+        """There may be more free capacity than before."""
         if self._own.ticket_on_change and self._is_wanted() and self._is_more():
             self._wake.set()
 
@@ -74,7 +75,7 @@ class TicketProvider:
     async def run(self) -> None:
         own, rng = self._own, self._rng
         while True:
-            if not own.ticket_on_change:  # as the paper has it
+            if not own.ticket_on_change:  # as in the paper
                 await asyncio.sleep(rng.expovariate(1 / own.ticket_refresh_s))
                 await self._post()
                 continue
@@ -96,46 +97,46 @@ class TicketProvider:
         self._posted_to.update(owners)
         for owner, keys in owners.items():
             contact = self._members.contact(owner)
-            if contact is None:
-                continue
-            self._told = self._ticket()
-            short, self._short = tuple(self._short[:SHORT_MAX]), self._short[SHORT_MAX:]
-            message = PostTicket.of(keys, self._told, short)
-            self.counts["tickets"] += 1
-            try:
-                answer = await self._rpc.call(
-                    contact, message, TicketPosted, self._own.claim_answer_s
-                )
-            except CallFailed:
-                # said again soon, there or to whom comes after it; but not for ever
-                self._short = [*short, *self._short][:SHORT_MAX]
-                self._told = Ticket(Capacity())
-                self._failures += 1
-                if self._failures <= FAILURES_MAX:
-                    wanted_s = max(wanted_s, self._own.ticket_refresh_s)
-                await asyncio.sleep(AGAIN_S)
-                continue
-            self._failures = 0
-            wanted_s = max(wanted_s, answer.wanted_s)
-            if not answer.taken:
-                self._told = Ticket(Capacity())
-                await asyncio.sleep(AGAIN_S)
-            for row in answer.redemptions:
-                offered = self._offer(row)
-                if offered < row.count and len(self._short) < SHORT_MAX:
-                    self._short.append((row.cell, row.home, row.claim, row.count - offered))
-            if answer.redemptions:
-                self._told = self._ticket()
+            if contact is not None:
+                wanted_s = max(wanted_s, await self._post_to(contact, keys))
         self._wanted_until = self._now() + wanted_s
         if self._is_more():
-            self._wake.set()  # it came meanwhile
+            self._wake.set()  # capacity came free meanwhile
+
+    async def _post_to(self, owner: Contact, keys: tuple[bytes, ...]) -> float:
+        """Posts the ticket to the owner of these cells; how long that wants to hear of more."""
+        self._told = self._ticket()
+        short, self._short = tuple(self._short[:SHORT_MAX]), self._short[SHORT_MAX:]
+        message = PostTicket.of(keys, self._told, short)
+        self.counts["tickets"] += 1
+        try:
+            answer = await self._rpc.call(owner, message, TicketPosted, self._own.claim_answer_s)
+        except CallFailed:
+            # posted again soon, to this owner or to its successor; but not for ever
+            self._short = [*short, *self._short][:SHORT_MAX]
+            self._told = Ticket(Capacity())
+            self._failures += 1
+            again = self._failures <= FAILURES_MAX
+            await asyncio.sleep(AGAIN_S)
+            return self._own.ticket_refresh_s if again else 0.0
+        self._failures = 0
+        if not answer.taken:
+            self._told = Ticket(Capacity())
+            await asyncio.sleep(AGAIN_S)
+        for row in answer.redemptions:
+            offered = self._offer(row)
+            if offered < row.count and len(self._short) < SHORT_MAX:
+                self._short.append((row.cell, row.home, row.claim, row.count - offered))
+        if answer.redemptions:
+            self._told = self._ticket()
+        return answer.wanted_s
 
     def _redeem(self, sender: Contact, message: Redeem) -> Redeemed:
         offered = tuple(map(self._offer, message.redemptions))
         if message.waits or sum(offered) < sum(row.count for row in message.redemptions):
             self._wanted_until = max(self._wanted_until, self._now() + message.wanted_s)
         self._told = self._ticket()
-        self._wake.set()  # from here on it is posted now and then
+        self._wake.set()  # from here on the ticket is posted every so often
         return Redeemed.of(offered, self._told)
 
     def _offer(self, row: Redemption) -> int:
@@ -151,15 +152,15 @@ class TicketProvider:
         return len(grant.leases)
 
     def _owners(self) -> dict[bytes, tuple[bytes, ...]]:
-        """Of this peer's cells: of one mostly."""
-        found: dict[bytes, tuple[bytes, ...]] = {}
+        """The owners of this peer's cells, and the cells of each; mostly there is one of either."""
+        owners: dict[bytes, tuple[bytes, ...]] = {}
         for cell in self._space.cells_of(self._members.me):
             owner = self._space.owner(cell.key)
-            found[owner] = (*found.get(owner, ()), cell.key)
-        return found
+            owners[owner] = (*owners.get(owner, ()), cell.key)
+        return owners
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        """Another owner may be in charge now: it is to know."""
+        """A cell may have a new owner now, which needs the ticket."""
         if self._is_wanted() and self._owners() != self._posted_to:
             self._told = Ticket(Capacity())
             self.changed()

@@ -1,4 +1,4 @@
-"""The part of a peer that trades in claims and tickets: it claims, owns cells, and offers."""
+"""The service of `tickets` at a peer: claims of its homes, the cells it owns, and its ticket."""
 
 from __future__ import annotations
 

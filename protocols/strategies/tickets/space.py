@@ -1,22 +1,23 @@
-"""The index: a d-dimensional space of peers, in cells; and where a claim and a ticket meet.
+"""The index of peers: a d-dimensional space in cells, where claims and tickets meet.
 
 After seed 004, section 3.3: a ticket is a point (what a peer is), a claim a range (what a task
-needs), each cell has a control point that is hashed to an owner on the overlay, and whoever owns a
-cell matches what meets there.
+needs), each cell has a control point that is hashed to an owner on the overlay, and the owner of a
+cell matches the claims and tickets that meet there.
 
-The mapping, and why what matches always meets:
-- A ticket goes to the one cell its peer lies in, by what the peer *is* (its capacity when idle,
-  speed, arch, os). What it has free at the moment is said in the ticket, and moves it nowhere: it
-  is published often, so it costs one message; a claim stands for many units, and is posted once.
-- A claim goes to every cell that a peer which meets its needs lies in, and to no other. Every peer
-  knows all others (`members`), so these are computed, not guessed: cells that nobody lives in, most
-  of the f_min^d, cost nothing. If peer p meets needs c, then cell(p) is among cells(c), by the
-  definition of cells(c). That is all of the proof.
-- The paper cuts the other way: its ranges go to cells along the diagonal hyperplane, its points to
-  regions, each in several copies. Copies of a ticket are room promised twice.
-- A cell with more peers than one owner should see to is dealt out to 2^k shards by its peers' ids.
-  k follows from how many there are; near a step, where two peers may count differently, a ticket
-  goes to both. So a claim, which goes to one k, meets it if the counts differ by less than NEAR.
+The mapping, and why a claim always meets the tickets that match it:
+- A ticket goes to the one cell of its peer, which follows from what the peer *is* (its capacity
+  when idle, speed, arch, os). The capacity that is free now is in the ticket, and does not move it.
+  A ticket is published often, so it costs one message; a claim stands for many units, and is posted
+  once.
+- A claim goes to every cell that has a peer which meets its needs, and to no other. Every peer
+  knows all others (`members`), so these cells are computed, not guessed: empty cells, which are
+  most of the f_min^d, cost nothing. If peer p meets needs c, then cell(p) is among cells(c), by the
+  definition of cells(c). That is the whole proof.
+- The paper does the reverse: its ranges go to cells along the diagonal hyperplane, its points to
+  regions, each in several copies. Copies of a ticket would promise its capacity twice.
+- A cell with too many peers for one owner is split into 2^k shards by its peers' ids. k follows
+  from their number; near a step, where two peers may count differently, a ticket goes to both. So a
+  claim, which goes to one k, meets it if the counts differ by less than NEAR.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ...overlay.overlays import far
 from ...wire.messages import Capacity, Member, Needs, Traits
 from .config import TicketsConfig
 
-#: counts within this share of a step between two numbers of shards are taken for both
+#: a count within this share of a step between two numbers of shards counts as both
 NEAR = 0.2
 OWNERS_MAX = 4096
 
@@ -42,7 +43,7 @@ Coordinates = tuple[int, ...]
 
 
 class Cell(NamedTuple):
-    """`depth`, `shard`: of its 2^depth shards this one."""
+    """A cell; or one `shard` of the 2^`depth` shards that it is split into."""
 
     coordinates: Coordinates
     depth: int = 0
@@ -50,7 +51,7 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """The control point, hashed to the overlay."""
+        """The control point, hashed to an id on the overlay."""
         return _hashed(self)
 
     def __str__(self) -> str:
@@ -81,12 +82,12 @@ def coordinates(capacity: Capacity, traits: Traits, own: TicketsConfig) -> Coord
 
 
 def depth(count: float, peers_max: int) -> int:
-    """How often a cell of so many peers is halved."""
-    found = 0
+    """How often a cell with so many peers is halved."""
+    halvings = 0
     while count > peers_max:
         count /= 2
-        found += 1
-    return found
+        halvings += 1
+    return halvings
 
 
 def shard(peer: bytes, depth: int) -> int:
@@ -94,7 +95,7 @@ def shard(peer: bytes, depth: int) -> int:
 
 
 class Reach(NamedTuple):
-    """A cell that a claim goes to: the room there when all of it is free."""
+    """A cell that a claim goes to, and the units it has capacity for when all peers are idle."""
 
     cell: Cell
     slots: int
@@ -102,14 +103,14 @@ class Reach(NamedTuple):
 
 
 class Space:
-    """As this peer sees it. Kept up to date as members come and go."""
+    """The space as this peer sees it. Kept up to date as members come and go."""
 
     def __init__(self, members: Members, config: Config) -> None:
         self._members = members
         self._config = config
         self._own = config.of(TicketsConfig)
         self._far = far(config.overlay)
-        # These are empty while nobody wants to know: then changes cost nothing
+        # these are empty while they are not in use, so that changes of members cost nothing
         self._counts: Counter[Coordinates] = Counter()
         self._reaches: dict[Needs, list[Reach]] = {}
         self._owners: dict[bytes, bytes] = {}
@@ -147,44 +148,44 @@ class Space:
     def cell_of(self, member: Member) -> Cell:
         """Where a claim would look for it."""
         place = self._place(member)
-        found = depth(self._count(place), self._own.cell_peers_max)
-        return Cell(place, found, shard(member.contact.id, found))
+        halvings = depth(self._count(place), self._own.cell_peers_max)
+        return Cell(place, halvings, shard(member.contact.id, halvings))
 
     def members_of(self, key: bytes) -> list[Member]:
-        """Who should have a ticket in the cell with that key."""
+        """The members that should have a ticket in the cell with that key."""
         here = self._members.here()
         return [m for m in here if any(cell.key == key for cell in self.cells_of(m))]
 
     def reach(self, needs: Needs) -> list[Reach]:
-        """The cells of a claim: the fast ones first, of those the ones with the most room."""
-        found = self._reaches.get(needs)
-        if found is None:
-            self._count(self._place(self._members.me))  # what is known of nobody changes, too
+        """The cells of a claim: the fastest first, of those the ones with the most capacity."""
+        reaches = self._reaches.get(needs)
+        if reaches is None:
+            self._count(self._place(self._members.me))  # so that `_moved` hears of all changes
             rooms: dict[Cell, tuple[int, int]] = {}
             for member in self._members.here():
                 if not unmet(member.capacity, member.traits, needs):
                     cell = self.cell_of(member)
                     room, peers = rooms.get(cell, (0, 0))
                     rooms[cell] = room + slots(member.capacity, needs.capacity), peers + 1
-            found = [Reach(cell, room, peers) for cell, (room, peers) in rooms.items()]
-            found.sort(key=lambda r: (-r.cell.coordinates[1], -r.slots, r.cell))
+            reaches = [Reach(cell, room, peers) for cell, (room, peers) in rooms.items()]
+            reaches.sort(key=lambda r: (-r.cell.coordinates[1], -r.slots, r.cell))
             if len(self._reaches) >= 1000:
                 self._reaches.clear()
-            self._reaches[needs] = found
-        return found
+            self._reaches[needs] = reaches
+        return reaches
 
     def owner(self, key: bytes) -> bytes:
-        """The peer closest to a control point: alive, this one among them."""
-        found = self._owners.get(key)
-        if found is None:
+        """The peer closest to a control point, of all that are alive, this one included."""
+        owner = self._owners.get(key)
+        if owner is None:
             alive = [m.contact.id for m in self._members.here() if m.state == State.ALIVE]
             alive = alive or [self._members.me.contact.id]
             if len(self._owners) >= OWNERS_MAX:
                 self._owners.clear()
-            found = self._owners[key] = min(alive, key=lambda peer: self._far(peer, key))
-        return found
+            owner = self._owners[key] = min(alive, key=lambda peer: self._far(peer, key))
+        return owner
 
 
 def _lives(member: Member) -> tuple[bool, Capacity, Traits]:
-    """Whether it is here, and where."""
+    """Whether a member has not left, and what its cell follows from."""
     return member.state <= State.SUSPECT, member.capacity, member.traits
