@@ -875,8 +875,8 @@ def test_what_may_take_long_is_known_by_its_text() -> None:
 
 def test_the_rest_of_a_solution_is_not_made_of_one_molecule() -> None:
     """It was an assertion in the middle of the home's part, and kept all others' results waiting."""
-    assert "no rest" in str(policy_problem("replace ENDED:t:f:c:v by A:<?t>"))
-    assert "no rest" in str(policy_problem("replace ENDED:t:f:c:v by A if len(<?t>) > 1"))
+    assert "not for a rest" in str(policy_problem("replace ENDED:t:f:c:v by A:<?t>"))
+    assert "not for a rest" in str(policy_problem("replace ENDED:t:f:c:v by A if len(<?t>) > 1"))
     assert "no rest" in str(problem("len(<?local>)"))
     assert ranking("len(<?local>)")(1.0, 1.0, 1.0, 1.0, 1.0) == 0.0
     assert policy_problem("replace S:w::solution by T:<?w>") is None
@@ -895,7 +895,7 @@ def test_what_a_term_stands_for_is_counted_before_it_is_made(rule: str) -> None:
     numbers = ", ".join(map(str, range(480)))
     policies = Policies((f"replace ENDED:t:f:c:v by S:<{numbers}>", rule))
     assert policies.ended("task", 1, "exit", 1) is None
-    assert "not at rest" in policies.trouble
+    assert "still reacting" in policies.trouble
     assert policies._steps_left >= STEPS_IN_ALL_MAX - 2 * STEPS_MAX
 
 

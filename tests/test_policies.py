@@ -75,8 +75,8 @@ def test_rules_without_end_are_left_alone_and_tasks_go_on() -> None:
             "more-memry",
             "unknown policy 'more-memry': use more-memory, alternatives, slow-twice, or write a rule",
         ),
-        ("replace x by y", "line 1, column 9: y stands for nothing"),
-        ("replace x by open(x) if", "line 1, column 24: a molecule is expected"),
+        ("replace x by y", "line 1, column 9: y is not defined"),
+        ("replace x by open(x) if", "line 1, column 24: expected a molecule"),
     ],
 )
 def test_a_policy_that_can_not_be_read_is_refused_with_its_place(policy: str, problem: str) -> None:

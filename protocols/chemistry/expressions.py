@@ -1,11 +1,12 @@
-"""What conditions and products compute: a small language with no way out of it.
+"""The expression language of conditions and products: small, and without access to anything else.
 
-There are arithmetic, comparisons, `and`, `or`, `not`, a few functions, and those that whoever runs
-the solution lends to it. Numbers and texts stay small. What can't be computed (a text plus a
-number, a division by zero) is `Incomputable`: a condition is then not met, a product not made.
+It has arithmetic, comparisons, `and`, `or`, `not`, a few functions, and those that the program that
+runs the solution adds. Numbers and texts stay small. An expression that can't be computed (a text
+plus a number, a division by zero) is `Incomputable`: such a condition is not met, such a product is
+not made.
 
-Every term costs, and what stands for many molecules costs as many: a `Meter` hears of each step
-before it is taken, and raises when it is enough.
+Every term costs a step, and a term that stands for many molecules costs as many: a `Meter` is
+called before each step, and raises when the limit is reached.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from .molecules import (
 
 NUMBER_MAX = 2**63
 TEXT_MAX = 10_000
-SIZE_PER_STEP = 16  # of a molecule that is looked at
+SIZE_PER_STEP = 16  # size of a molecule that one step can look at
 
-#: a molecule, or several that take the place of one
+#: returns a molecule, or several in place of one
 Function = Callable[..., "Molecule | Sequence[Molecule]"]
 Bindings = Mapping[str, Molecule]
 
 
-#: is told of steps that are about to be taken
+#: called with a number of steps before they are taken
 Meter = Callable[[int], None]
 
 
@@ -45,7 +46,7 @@ class Incomputable(Exception):
 
 
 def unmetered(steps: int) -> None:
-    """For expressions that are short, and bound to numbers only."""
+    """No limit: for expressions that are short, and use numbers only."""
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -69,7 +70,7 @@ def _is_number(value: object) -> bool:
 
 def _numbers(*values: Any) -> tuple[Any, ...]:
     if not values or not all(map(_is_number, values)):
-        raise Incomputable("only numbers can be computed with")
+        raise Incomputable("it needs numbers")
     return values
 
 
@@ -89,7 +90,7 @@ def _part(value: Any, index: Any) -> Molecule:
 
 def _has(solution: Any, molecule: Any) -> bool:
     if not isinstance(solution, Solution):
-        raise Incomputable("only a solution has molecules")
+        raise Incomputable("only a solution contains molecules")
     return typed(molecule) in map(typed, solution.molecules)
 
 
@@ -105,7 +106,7 @@ BUILT_IN: dict[str, Function] = {
 
 
 def is_true(term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter) -> bool:
-    """A condition; what can't be computed is not met."""
+    """Whether a condition is met; one that can't be computed is not."""
     try:
         return compute(term, bound, functions, spend) is True
     except Incomputable:
@@ -116,25 +117,21 @@ def compute(
     term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter
 ) -> Molecule:
     """One molecule, with every hole filled in."""
-    found = products(term, bound, functions, spend)
-    if len(found) != 1:
-        raise Incomputable("several molecules stand where one is needed")
-    return found[0]
+    molecules = products(term, bound, functions, spend)
+    if len(molecules) != 1:
+        raise Incomputable(f"it needs one molecule, but there are {len(molecules)}")
+    return molecules[0]
 
 
 def products(
     term: Term, bound: Bindings, functions: Mapping[str, Function], spend: Meter
 ) -> Sequence[Molecule]:
-    """What a product becomes: mostly one molecule, of `?w` and of functions any number."""
+    """The molecules of a product: mostly one; `?w` and functions may give any number."""
     spend(1)
     if isinstance(term, Variable):
         return (bound[term.name],)
     if isinstance(term, Rest):
-        rest = bound[term.name]
-        if not isinstance(rest, Solution):
-            raise Incomputable(f"{term.name} is no solution")
-        spend(len(rest.molecules))
-        return rest.molecules
+        return _rest(term, bound, spend)
     if isinstance(term, Compound):
         return (Compound(tuple(compute(part, bound, functions, spend) for part in term.parts)),)
     if isinstance(term, Solution):
@@ -147,19 +144,27 @@ def products(
     return (term,)
 
 
+def _rest(term: Rest, bound: Bindings, spend: Meter) -> Sequence[Molecule]:
+    rest = bound[term.name]
+    if not isinstance(rest, Solution):
+        raise Incomputable(f"{term.name} is not a solution")
+    spend(len(rest.molecules))
+    return rest.molecules
+
+
 def _call(
     term: Call, bound: Bindings, functions: Mapping[str, Function], spend: Meter
 ) -> Sequence[Molecule]:
     arguments = [compute(a, bound, functions, spend) for a in term.arguments]
-    spend(sum(map(size_of, arguments)) // SIZE_PER_STEP)  # a function may look at all of it
+    spend(sum(map(size_of, arguments)) // SIZE_PER_STEP)  # a function may look at all of them
     function = functions.get(term.name) or BUILT_IN.get(term.name)
-    if function is None:  # for whoever takes it out of the solution
+    if function is None:  # it stays a call, for the program that runs the solution
         return (Call(term.name, tuple(arguments)),)
     try:
-        found = function(*arguments)
+        result = function(*arguments)
     except TypeError:
-        raise Incomputable(f"{term.name} does not take these") from None
-    return tuple(found) if isinstance(found, list | tuple) else (found,)  # type: ignore[return-value]
+        raise Incomputable(f"{term.name} does not take these arguments") from None
+    return tuple(result) if isinstance(result, list | tuple) else (result,)  # type: ignore[return-value]
 
 
 def _operation(
@@ -167,10 +172,7 @@ def _operation(
 ) -> Molecule:
     name = term.operator
     if name in ("and", "or"):
-        left = _truth(compute(term.operands[0], bound, functions, spend))
-        if left is (name == "or"):
-            return left
-        return _truth(compute(term.operands[1], bound, functions, spend))
+        return _combined(term, bound, functions, spend)
     values = [compute(o, bound, functions, spend) for o in term.operands]
     spend(sum(map(size_of, values)) // SIZE_PER_STEP)
     if name == "not":
@@ -178,23 +180,45 @@ def _operation(
     if name == "negative":
         return _small(-_numbers(values[0])[0])
     if name in ("=", "!="):
-        both = all(map(_is_number, values))
-        same = values[0] == values[1] if both else typed(values[0]) == typed(values[1])
-        return same is (name == "=")
-    texts = all(isinstance(v, str) for v in values)
+        return _are_equal(values[0], values[1]) is (name == "=")
+    texts = _are_texts(values)
     if name in _ORDER:
         return _ORDER[name](*(values if texts else _numbers(*values)))
     if name == "+" and texts:
         return _small(values[0] + values[1])  # type: ignore[operator]
+    return _arithmetic(name, values)
+
+
+def _are_texts(values: list[Molecule]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _arithmetic(name: str, values: list[Molecule]) -> Molecule:
     try:
         return _small(_ARITHMETIC[name](*_numbers(*values)))
     except (ZeroDivisionError, OverflowError) as error:
         raise Incomputable(str(error)) from None
 
 
+def _combined(
+    term: Operation, bound: Bindings, functions: Mapping[str, Function], spend: Meter
+) -> bool:
+    """`and` and `or`: the second operand is computed only if it matters."""
+    left = _truth(compute(term.operands[0], bound, functions, spend))
+    if left is (term.operator == "or"):
+        return left
+    return _truth(compute(term.operands[1], bound, functions, spend))
+
+
+def _are_equal(left: Molecule, right: Molecule) -> bool:
+    if _is_number(left) and _is_number(right):
+        return left == right
+    return typed(left) == typed(right)
+
+
 def _truth(value: Molecule) -> bool:
     if not isinstance(value, bool):
-        raise Incomputable("only truth values can be combined")
+        raise Incomputable("it needs a truth value")
     return value
 
 
@@ -203,4 +227,4 @@ def _small(value: Any) -> Molecule:
         return value
     if _is_number(value) and -NUMBER_MAX < value < NUMBER_MAX:  # no infinity, no nan
         return value  # type: ignore[no-any-return]
-    raise Incomputable("too large")
+    raise Incomputable("the result is too large")

@@ -1,16 +1,16 @@
-"""What floats in a solution, and what rules say about it. Plain values; nothing here reacts.
+"""Molecules, and the terms that rules are made of: plain values; nothing here reacts.
 
 After seed 000, section 2, and HOCL, the language it uses. A molecule is
 - an atom: a number, a truth value, a text, or a *symbol* (a bare word such as READY);
 - a compound `TASK:1:READY`: molecules joined by colons;
 - a solution `⟨1, 2, TASK:3⟩`: a multiset of molecules, in a molecule of its own;
 - a rule: rules are molecules too, and other rules consume and produce them;
-- a call `system.deploy(t, r)`: something that is to be done outside of the solution.
+- a call `system.deploy(t, r)`: something to be done outside the solution.
 
-Every molecule is hashable and never changes; how large and how deep it is, counted as if nothing in
-it were shared, is known when it is made, and so is its hash: a molecule that is doubled again and
-again would take for ever to walk through. `shape` is what it can be told by without looking
-inside: patterns and molecules of different shapes never match, so they are never tried.
+Every molecule is hashable and immutable. Its size and depth, counted as if nothing in it were
+shared, are computed when it is made, and so is its hash: a molecule that is doubled again and again
+would take for ever to walk through. Its *shape* is what can be seen without looking inside:
+patterns and molecules of different shapes never match, so they are never tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 Shape = tuple[Any, ...]
 
-TEXT_PER_SIZE = 64  # characters that count as much as one number
+TEXT_PER_SIZE = 64  # characters that count as one number
 
 
 def size_of(term: object) -> int:
@@ -35,7 +35,7 @@ def depth_of(term: object) -> int:
 
 
 def _measure(made: object, parts: Iterable[object]) -> None:
-    """Of what is made of these, once and for all."""
+    """Set the size and depth of a molecule that consists of these parts."""
     size, depth = 1, 0
     for part in parts:
         size += size_of(part)
@@ -76,7 +76,7 @@ class Compound:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A multiset: two are equal if they have the same molecules, each as often."""
+    """A multiset: two are equal if they have the same molecules, each the same number of times."""
 
     molecules: tuple[Molecule, ...] = ()
     _key: frozenset[tuple[Molecule, int]] = _known()
@@ -104,7 +104,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`name(arguments)` as a product: done by whoever runs the solution, not by the solution."""
+    """`name(arguments)` as a product: executed by the program that runs the solution."""
 
     name: str
     arguments: tuple[Molecule, ...] = ()
@@ -115,12 +115,12 @@ class Call:
         _measure(self, self.arguments)
 
 
-# --------------------------------------------------------------------------- what rules say
+# --------------------------------------------------------------------------- terms of rules
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """`x`, `x::int`: any one molecule, or one of a type; in products: what it stands for."""
+    """`x`, `x::int`: any one molecule, or one of a type; in products, the molecule it matched."""
 
     name: str
     type: str = ""
@@ -128,7 +128,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """`?w`: all that is left of a solution."""
+    """`?w`: the molecules of a solution that nothing else matched."""
 
     name: str
 
@@ -148,7 +148,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`replace patterns by products if condition`. `once`: it is used up when it has reacted."""
+    """`replace patterns by products if condition`. `once`: it is consumed by its first reaction."""
 
     patterns: tuple[Term, ...]
     products: tuple[Term, ...]
@@ -164,7 +164,7 @@ class Rule:
 
 Atom = bool | int | float | str | Symbol
 Molecule = Atom | Compound | Solution | Rule | Call
-#: a molecule with holes: what patterns, products and conditions are made of
+#: a molecule with holes: patterns, products and conditions are terms
 Term = Molecule | Variable | Rest | Operation
 
 TYPES = ("int", "float", "bool", "text", "symbol", "compound", "solution", "rule", "call")
@@ -188,12 +188,12 @@ def type_of(molecule: Molecule) -> str:
 
 
 def typed(molecule: Molecule) -> tuple[str, Molecule]:
-    """To tell 1, 1.0 and True apart, which Python takes for equal."""
+    """Tells apart 1, 1.0 and True, which are equal in Python."""
     return type_of(molecule), molecule
 
 
 def shape_of(term: Term) -> Shape:
-    """Of a molecule, or of all molecules that a pattern could match: () if it may be any."""
+    """The shape of a molecule, or of all molecules that a pattern matches: () if it matches any."""
     if isinstance(term, Variable):
         if term.type[:1].isupper():
             return ("head", term.type)
@@ -207,7 +207,7 @@ def shape_of(term: Term) -> Shape:
 
 
 def shapes_of(molecule: Molecule) -> tuple[Shape, ...]:
-    """All shapes of patterns that may match it."""
+    """The shapes of all patterns that may match this molecule."""
     if isinstance(molecule, Compound):
         size = len(molecule.parts)
         head = molecule.parts[0]

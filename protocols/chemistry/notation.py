@@ -1,11 +1,11 @@
-"""The notation of seed 000 (HOCL): read, and printed so that it reads the same again.
+"""The notation of seed 000 (HOCL): a parser, and a printer whose output parses to the same again.
 
     let max = replace x::int, y::int by x if x >= y in <max, 2, 4, 5, 7, 9>
 
 Words that begin with a capital letter are symbols. In rules all other words are variables (`x`,
-`x::int`, `t::TASK` for a compound whose head is TASK), outside of rules they are symbols too. `?w`
+`x::int`, `t::TASK` for a compound whose head is TASK); outside rules they are symbols, too. `?w`
 stands for the rest of a solution. `//` begins a comment. Both `<…>` and `⟨…⟩` enclose solutions;
-inside of one a comparison needs parentheses.
+a comparison inside a solution needs parentheses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .molecules import (
     TYPES,
@@ -32,7 +32,7 @@ from .molecules import (
 
 TEXT_MAX = 200_000
 DEPTH_MAX = 40
-TERM_DEPTH_MAX = 100  # also of sums and products, which take no parentheses
+TERM_DEPTH_MAX = 100  # also of sums and products, which need no parentheses
 TOO_DEEP = f"an expression of more than {TERM_DEPTH_MAX} steps in a row"
 NUMBER_MAX = 2**63
 
@@ -48,13 +48,13 @@ _TOKEN = re.compile(
 _SAME = {"≤": "<=", "≥": ">=", "≠": "!=", "==": "=", "⟨": "<", "⟩": ">"}
 _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 _COMPARISONS = ("<", "<=", ">", ">=", "=", "!=")
-#: how tightly operators bind, in what is printed
+#: how tightly operators bind, for printing
 _BINDING = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(_COMPARISONS, 4)}
 _BINDING |= {"+": 5, "-": 5, "*": 6, "/": 6, "%": 6, "negative": 7}
 
 
 class ChemistryError(ValueError):
-    """Where it is, and what is wrong there."""
+    """An error in the notation, and where it is."""
 
     def __init__(self, text: str, line: int = 0, column: int = 0) -> None:
         super().__init__(f"line {line}, column {column}: {text}" if line else text)
@@ -69,14 +69,14 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Rules by their names, and the solution that it is about."""
+    """Rules by name, and the solution they apply to."""
 
     rules: dict[str, Rule]
     solution: Solution
 
 
 def read(text: str) -> Program:
-    """Definitions and `in`, or just a rule and `in`, before the solution; or nothing before it."""
+    """A solution; before it, there may be definitions and `in`, or a single rule and `in`."""
     return _NotationReader(text).program()
 
 
@@ -97,15 +97,15 @@ def read_rules(text: str) -> dict[str, Rule]:
 
 def read_molecule(text: str) -> Molecule:
     reader = _NotationReader(text)
-    found = reader.molecule()
+    molecule = reader.molecule()
     reader.end()
-    return found
+    return molecule
 
 
 class _NotationReader:
     def __init__(self, text: str) -> None:
         if len(text) > TEXT_MAX:
-            raise ChemistryError(f"longer than {TEXT_MAX:,} characters")
+            raise ChemistryError(f"the text is longer than {TEXT_MAX:,} characters")
         self._text = text
         self._tokens = list(self._read_tokens())
         self._next = 0
@@ -114,18 +114,18 @@ class _NotationReader:
         self._rules: dict[str, Rule] = {}
 
     def _read_tokens(self) -> list[_Token]:
-        found = []
+        tokens = []
         at = 0
         while at < len(self._text):
             match = _TOKEN.match(self._text, at)
             if match is None:
-                raise self._error(f"{self._text[at]!r} means nothing here", at)
+                raise self._error(f"unexpected character {self._text[at]!r}", at)
             if match.lastgroup != "space":
                 kind = str(match.lastgroup)
-                found.append(_Token(kind, _SAME.get(match[0], match[0]), at))
+                tokens.append(_Token(kind, _SAME.get(match[0], match[0]), at))
             at = match.end()
-        found.append(_Token("end", "the end", len(self._text)))
-        return found
+        tokens.append(_Token("end", "the end", len(self._text)))
+        return tokens
 
     def _error(self, text: str, at: int | None = None) -> ChemistryError:
         at = self._peek.at if at is None else at
@@ -149,17 +149,17 @@ class _NotationReader:
 
     def _expect(self, text: str) -> None:
         if not self._take(text):
-            raise self._error(f"{text!r} is expected, not {self._peek.text!r}")
+            raise self._error(f"expected {text!r}, not {self._peek.text!r}")
 
     def _name(self, what: str) -> str:
         if self._peek.kind != "word" or "." in self._peek.text:
-            raise self._error(f"{what} is expected, not {self._peek.text!r}")
+            raise self._error(f"expected {what}, not {self._peek.text!r}")
         self._next += 1
         return self._tokens[self._next - 1].text
 
     def end(self) -> None:
         if self._peek.kind != "end":
-            raise self._error(f"{self._peek.text!r} comes after the end")
+            raise self._error(f"unexpected {self._peek.text!r} after the end")
 
     # ----------------------------------------------------------------- programs
 
@@ -174,7 +174,7 @@ class _NotationReader:
         solution = self.molecule()
         self.end()
         if not isinstance(solution, Solution):
-            raise self._error("a program is about a solution: <…>", 0)
+            raise self._error("a program needs a solution: <…>", 0)
         return Program(self._rules, Solution((*first, *solution.molecules)))
 
     def definitions(self) -> dict[str, Rule]:
@@ -182,7 +182,7 @@ class _NotationReader:
             at = self._peek.at
             name = self._name("a rule's name")
             if name in self._rules:
-                raise self._error(f"{name} is defined twice", at)
+                raise self._error(f"rule {name} is defined twice", at)
             self._expect("=")
             self._rules[name] = replace(self.rule(), name=name)
         return self._rules
@@ -190,9 +190,9 @@ class _NotationReader:
     def rule(self) -> Rule:
         kind = self._take("replace", "replace-one")
         if kind is None:
-            raise self._error(f"'replace' is expected, not {self._peek.text!r}")
+            raise self._error(f"expected 'replace', not {self._peek.text!r}")
         if self._in_rule:
-            raise self._error("a rule inside of a rule has a name: define it with let")
+            raise self._error("a rule inside a rule must have a name: define it with let")
         self._in_rule = True
         start = self._peek.at
         patterns = self._listed("by")
@@ -206,49 +206,52 @@ class _NotationReader:
         return rule
 
     def _listed(self, *ends: str) -> list[Term]:
-        found: list[Term] = []
         if self._is(*ends) or self._peek.kind == "end":
-            return found
-        while True:
-            found.append(self._term())
-            if not self._take(","):
-                return found
+            return []
+        return self._separated(self._term)
 
-    def _check_depth(self, found: Term, at: int) -> None:
-        if depth_of(found) > TERM_DEPTH_MAX:
+    def _check_depth(self, term: Term, at: int) -> None:
+        if depth_of(term) > TERM_DEPTH_MAX:
             raise self._error(TOO_DEEP, at)
 
     def _check(self, rule: Rule, at: int) -> None:
         if not rule.patterns:
             raise self._error("a rule consumes at least one molecule", at)
-        bound: set[str] = set()
-        rests: set[str] = set()  # of these, what may be a solution
+        holes: list[Variable | Rest] = []
         for pattern in rule.patterns:
-            wrong = next((t for t in _inside(pattern) if isinstance(t, Operation | Call)), None)
-            if wrong is not None:
-                raise self._error("a pattern computes nothing: write that behind 'if'", at)
-            if isinstance(pattern, Rest):
-                raise self._error(f"?{pattern.name} stands for the rest of a solution: <…, ?w>", at)
-            holes = [t for t in _inside(pattern) if isinstance(t, Variable | Rest)]
-            bound |= {t.name for t in holes}
-            rests |= {t.name for t in holes if isinstance(t, Rest) or t.type == "solution"}
-        used = [*rule.products, *([rule.condition] if rule.condition is not None else [])]
-        for term in used:
-            for found in _inside(term):
-                if isinstance(found, Variable | Rest) and found.name not in bound:
-                    raise self._error(f"{found.name} stands for nothing: no pattern has it", at)
-                if isinstance(found, Rest) and found.name not in rests:
-                    raise self._error(f"{found.name} stands for one molecule, and for no rest", at)
+            holes += self._holes(pattern, at)
+        for product in rule.products:
+            self._check_holes(product, holes, at)
+        if rule.condition is not None:
+            self._check_holes(rule.condition, holes, at)
+
+    def _check_holes(self, term: Term, known: list[Variable | Rest], at: int) -> None:
+        """Products and conditions use the holes of the patterns."""
+        names = {hole.name for hole in known}
+        rests = {hole.name for hole in known if _may_be_rest(hole)}
+        for hole in _inside(term):
+            if isinstance(hole, Variable | Rest) and hole.name not in names:
+                raise self._error(f"{hole.name} is not defined: no pattern has it", at)
+            if isinstance(hole, Rest) and hole.name not in rests:
+                raise self._error(f"{hole.name} stands for one molecule, not for a rest", at)
+
+    def _holes(self, pattern: Term, at: int) -> list[Variable | Rest]:
+        terms = _inside(pattern)
+        if any(isinstance(term, Operation | Call) for term in terms):
+            raise self._error("a pattern can't compute: put the condition after 'if'", at)
+        if isinstance(pattern, Rest):
+            raise self._error(f"?{pattern.name} stands for the rest of a solution: <…, ?w>", at)
+        return [term for term in terms if isinstance(term, Variable | Rest)]
 
     # ----------------------------------------------------------------- molecules
 
     def molecule(self) -> Molecule:
         at = self._peek.at
-        found = self._term()
-        self._check_depth(found, at)
-        if any(isinstance(t, Variable | Rest | Operation) for t in _inside(found)):
-            raise self._error("outside of a rule there is nothing to compute", at)
-        return found  # type: ignore[return-value]
+        term = self._term()
+        self._check_depth(term, at)
+        if any(isinstance(t, Variable | Rest | Operation) for t in _inside(term)):
+            raise self._error("variables and operators are allowed inside rules only", at)
+        return term  # type: ignore[return-value]
 
     def _term(self) -> Term:
         """A molecule with holes: `a:b:c`."""
@@ -257,7 +260,7 @@ class _NotationReader:
         parts = [self._sum()]
         while self._take(":"):
             parts.append(self._sum())
-        for part in parts:  # what is too deep could not even be put together
+        for part in parts:  # checked now: a compound of too deep parts could not even be built
             self._check_depth(part, at)
         self._depth -= 1
         return parts[0] if len(parts) == 1 else Compound(tuple(parts))  # type: ignore[arg-type]
@@ -265,18 +268,18 @@ class _NotationReader:
     def _deeper(self) -> None:
         self._depth += 1
         if self._depth > DEPTH_MAX:
-            raise self._error(f"more than {DEPTH_MAX} levels deep")
+            raise self._error(f"nested more than {DEPTH_MAX} levels deep")
 
     def _row(self, one: Callable[[], Term], *operators: str) -> Term:
-        """`1 + 1 + …` nests, too, without a parenthesis: counted before it is built."""
+        """`1 + 1 + …` nests, too, without a parenthesis: so its steps are counted first."""
         at = self._peek.at
-        found, steps = one(), 0
+        term, steps = one(), 0
         while operator := self._take(*operators):
             steps += 1
             if steps > TERM_DEPTH_MAX:
                 raise self._error(TOO_DEEP, at)
-            found = Operation(operator, (found, one()))
-        return found
+            term = Operation(operator, (term, one()))
+        return term
 
     def _condition(self) -> Term:
         return self._row(self._both, "or")
@@ -287,12 +290,12 @@ class _NotationReader:
     def _negated(self) -> Term:
         if self._take("not"):
             self._deeper()
-            found = self._negated()
+            operand = self._negated()
             self._depth -= 1
-            return Operation("not", (found,))
-        found = self._term()
+            return Operation("not", (operand,))
+        term = self._term()
         operator = self._take(*_COMPARISONS)
-        return Operation(operator, (found, self._term())) if operator else found
+        return Operation(operator, (term, self._term())) if operator else term
 
     def _sum(self) -> Term:
         return self._row(self._product, "+", "-")
@@ -301,14 +304,8 @@ class _NotationReader:
         return self._row(self._single, "*", "/", "%")
 
     def _single(self) -> Term:
-        token = self._peek
         if self._take("-"):
-            self._deeper()
-            found = self._single()
-            self._depth -= 1
-            if isinstance(found, int | float) and not isinstance(found, bool):
-                return -found
-            return Operation("negative", (found,))
+            return self._negative()
         if self._take("("):
             inner = self._condition()
             self._expect(")")
@@ -316,74 +313,91 @@ class _NotationReader:
         if self._take("<"):
             return self._solution()
         if self._take("?"):
-            return Rest(self._name("a name behind '?'"))
+            return Rest(self._name("a name after '?'"))
         if word := self._take("true", "false"):
             return word == "true"
+        token = self._peek
+        if token.kind not in ("number", "text", "word"):
+            raise self._error(f"expected a molecule, not {token.text!r}")
+        self._next += 1
         if token.kind == "number":
-            self._next += 1
-            value = float(token.text)
-            if value >= NUMBER_MAX:
-                raise self._error("a number is below 2 to the power of 63", token.at)
-            return int(token.text) if token.text.isdigit() else value
+            return self._number(token)
         if token.kind == "text":
-            self._next += 1
             return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), token.text[1:-1])
-        if token.kind == "word":
-            self._next += 1
-            return self._word(token)
-        raise self._error(f"a molecule is expected, not {token.text!r}")
+        return self._word(token)
+
+    def _negative(self) -> Term:
+        self._deeper()
+        operand = self._single()
+        self._depth -= 1
+        if isinstance(operand, int | float) and not isinstance(operand, bool):
+            return -operand
+        return Operation("negative", (operand,))
+
+    def _number(self, token: _Token) -> int | float:
+        value = float(token.text)
+        if value >= NUMBER_MAX:
+            raise self._error("a number must be less than 2 to the power of 63", token.at)
+        return int(token.text) if token.text.isdigit() else value
 
     def _solution(self) -> Solution:
-        found: list[Term] = []
-        if not self._is(">"):
-            while True:
-                found.append(self._term())
-                if not self._take(","):
-                    break
+        terms = [] if self._is(">") else self._separated(self._term)
         self._expect(">")
-        return Solution(tuple(found))  # type: ignore[arg-type]
+        return Solution(tuple(terms))  # type: ignore[arg-type]
+
+    def _separated(self, one: Callable[[], Term]) -> list[Term]:
+        """One or more, with commas in between."""
+        terms = [one()]
+        while self._take(","):
+            terms.append(one())
+        return terms
 
     def _word(self, token: _Token) -> Term:
         if self._take("("):
-            arguments: list[Term] = []
-            owner, _, method = token.text.rpartition(".")
-            if owner and _is_variable(owner) and owner != "system" and self._in_rule:
-                arguments.append(Variable(owner))  # t.fits(r) is fits(t, r)
-            else:
-                method = token.text
-            if not self._is(")"):
-                while True:
-                    arguments.append(self._condition())
-                    if not self._take(","):
-                        break
-            self._expect(")")
-            return Call(method, tuple(arguments))  # type: ignore[arg-type]
+            return self._call(token)
         if "." in token.text:
-            raise self._error(f"{token.text!r}: a name with dots is called: …(…)", token.at)
+            raise self._error(f"{token.text!r}: a name with dots must be a call: …(…)", token.at)
         if token.text in self._rules:
             return self._rules[token.text]
         if not self._in_rule or not _is_variable(token.text):
             return Symbol(token.text)
-        kind = ""
-        if self._take("::"):
-            at = self._peek.at
-            kind = self._name("a type")
-            if kind not in TYPES and _is_variable(kind):
-                raise self._error(f"{kind!r} is no type; there are: {', '.join(TYPES)}", at)
-        return Variable(token.text, kind)
+        return Variable(token.text, self._type() if self._take("::") else "")
+
+    def _call(self, token: _Token) -> Call:
+        arguments: list[Term] = []
+        owner, _, method = token.text.rpartition(".")
+        if owner and _is_variable(owner) and owner != "system" and self._in_rule:
+            arguments.append(Variable(owner))  # t.fits(r) is fits(t, r)
+        else:
+            method = token.text
+        if not self._is(")"):
+            arguments += self._separated(self._condition)
+        self._expect(")")
+        return Call(method, tuple(arguments))  # type: ignore[arg-type]
+
+    def _type(self) -> str:
+        at = self._peek.at
+        name = self._name("a type")
+        if name not in TYPES and _is_variable(name):
+            raise self._error(f"unknown type {name!r}; the types are {', '.join(TYPES)}", at)
+        return name
 
 
 def _is_variable(word: str) -> bool:
     return not word[:1].isupper()
 
 
+def _may_be_rest(hole: Variable | Rest) -> bool:
+    return isinstance(hole, Rest) or hole.type == "solution"
+
+
 def _inside(term: Term) -> list[Term]:
-    """It, and all that it is made of; not what is inside of rules."""
-    found: list[Term] = []
+    """The term and all terms that it consists of; without those inside rules."""
+    terms: list[Term] = []
     stack = [term]
     while stack:
         one = stack.pop()
-        found.append(one)
+        terms.append(one)
         if isinstance(one, Compound):
             stack.extend(one.parts)
         elif isinstance(one, Solution):
@@ -392,7 +406,7 @@ def _inside(term: Term) -> list[Term]:
             stack.extend(one.arguments)
         elif isinstance(one, Operation):
             stack.extend(one.operands)
-    return found
+    return terms
 
 
 # --------------------------------------------------------------------------- printing
@@ -420,27 +434,13 @@ def _whole(rule: Rule) -> str:
 
 
 def _show(term: Term, tight: int) -> str:
-    if isinstance(term, bool):
-        return "true" if term else "false"
-    if isinstance(term, int | float):
-        return repr(term)
-    if isinstance(term, str):
-        escaped = term.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + escaped.replace("\n", "\\n").replace("\t", "\\t") + '"'
-    if isinstance(term, Symbol):
-        return term.name
-    if isinstance(term, Variable):
-        return f"{term.name}::{term.type}" if term.type else term.name
-    if isinstance(term, Rest):
-        return f"?{term.name}"
-    if isinstance(term, Compound):
-        return ":".join(_show(part, 8 if isinstance(part, Compound) else 5) for part in term.parts)
-    if isinstance(term, Solution):
-        return "<" + ", ".join(_show(m, 5) for m in term.molecules) + ">"
-    if isinstance(term, Rule):
-        return term.name or f"({_whole(term)})"
-    if isinstance(term, Call):
-        return f"{term.name}({', '.join(_show(a, 0) for a in term.arguments)})"
+    """`tight`: how tightly the operators around it bind."""
+    if isinstance(term, Operation):
+        return _show_operation(term, tight)
+    return _SHOWN[type(term)](term)
+
+
+def _show_operation(term: Operation, tight: int) -> str:
     binding = _BINDING[term.operator]
     if term.operator in ("not", "negative"):
         sign = "not " if term.operator == "not" else "-"
@@ -449,3 +449,27 @@ def _show(term: Term, tight: int) -> str:
         left, right = term.operands
         text = f"{_show(left, binding)} {term.operator} {_show(right, binding + 1)}"
     return f"({text})" if binding < tight else text
+
+
+def _show_text(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + escaped.replace("\n", "\\n").replace("\t", "\\t") + '"'
+
+
+def _show_compound(term: Compound) -> str:
+    return ":".join(_show(part, 8 if isinstance(part, Compound) else 5) for part in term.parts)
+
+
+_SHOWN: dict[type, Callable[[Any], str]] = {
+    bool: lambda value: "true" if value else "false",
+    int: repr,
+    float: repr,
+    str: _show_text,
+    Symbol: lambda symbol: symbol.name,
+    Variable: lambda hole: f"{hole.name}::{hole.type}" if hole.type else hole.name,
+    Rest: lambda rest: f"?{rest.name}",
+    Compound: _show_compound,
+    Solution: lambda solution: "<" + ", ".join(_show(m, 5) for m in solution.molecules) + ">",
+    Rule: lambda rule: rule.name or f"({_whole(rule)})",
+    Call: lambda call: f"{call.name}({', '.join(_show(a, 0) for a in call.arguments)})",
+}
