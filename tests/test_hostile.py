@@ -877,7 +877,7 @@ def test_the_rest_of_a_solution_is_not_made_of_one_molecule() -> None:
     """It was an assertion in the middle of the home's part, and kept all others' results waiting."""
     assert "not for a rest" in str(policy_problem("replace ENDED:t:f:c:v by A:<?t>"))
     assert "not for a rest" in str(policy_problem("replace ENDED:t:f:c:v by A if len(<?t>) > 1"))
-    assert "no rest" in str(problem("len(<?local>)"))
+    assert "not for a rest" in str(problem("len(<?local>)"))
     assert ranking("len(<?local>)")(1.0, 1.0, 1.0, 1.0, 1.0) == 0.0
     assert policy_problem("replace S:w::solution by T:<?w>") is None
 

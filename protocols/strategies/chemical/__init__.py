@@ -1,1 +1,1 @@
-"""`chemical`: tasks capture resources in the order of a shared layer, after seed 000."""
+"""The strategy `chemical`: tasks capture resources in the order of a shared layer (seed 000)."""

@@ -1,13 +1,13 @@
-"""`chemical`: a task captures the best resource of the moment, found in order on the layer.
+"""The strategy `chemical`: a task captures the best resource of the moment, found on the layer.
 
 After seed 000, rule mapTaskRes of its Algorithm 2: a task and a resource that fits it react, and
 the resource is consumed until it is free again. Rules:
-- Units wait in groups (`waiting`); a group asks the layer for all its units at once, and for those
-  that come later once more.
-- The layer names the least loaded resources first, each with how many units it should take, and
-  tells nobody else of that room. Capture is a lease by the resource's own peer.
-- What finds nothing waits on the layer: it is told of what appears. (The paper's tasks ask again
-  after a while; so do these, in case a word was lost.)
+- Units wait in groups (`waiting`); a group asks the layer for all its units at once, and once more
+  for those that come later.
+- The layer names the least loaded resources first, each with the number of units it should take,
+  and offers that capacity to no other home. A capture is a lease by the resource's own peer.
+- Units for which there is nothing wait on the layer, which tells their home of resources that
+  appear. (The paper's tasks ask again after a while; so do these, in case a message was lost.)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ...wire.messages import (
     AttemptKey,
     Capacity,
     Contact,
+    Grant,
     Member,
     Needs,
     Offers,
@@ -34,8 +35,8 @@ from ...wire.messages import (
     Room,
 )
 from ...wire.rpc import CallFailed, Rpc
-from ..base import Estimate, OnPlaced, Placed, Placement, Unit
-from ..waiting import Group, GroupKey, Waiting
+from ..base import Estimate, OnPlaced, Placement, Unit
+from ..waiting import Group, GroupKey, Waiting, all_busy
 from .config import ChemicalConfig
 from .layer import Layer
 from .messages import Meta
@@ -44,19 +45,19 @@ from .scale import value_of
 
 #: questions and captures at once
 CALLS_MAX = 64
-#: those that wait are asked for once more when others come, but not for each of them
+#: when units come, those that wait are asked for once more; but not for each unit that comes
 HASTE_S = 0.1
 AGAIN_S, IN_VAIN_MAX = 0.02, 16
 
 
 @dataclass(slots=True)
 class _Search:
-    """For room for some units of a group; what will be told of it."""
+    """A search for capacity for some units of a group; and its record."""
 
     began_at: float
     matching: int
     known: int
-    told: bool  # by the layer, of what appeared
+    told: bool  # the layer told of a resource that appeared
     asked: list[tuple[bytes, int, str]] = field(default_factory=list)
 
 
@@ -84,9 +85,9 @@ class Chemical:
         self._on_placed = on_placed
         self._estimate = estimate
         self._waiting = Waiting(estimate, by_avoid=True)
-        self._ask_at: dict[GroupKey, float] = {}  # not before; until then it is told
-        self._in_vain: Counter[GroupKey] = Counter()  # it was asked so often, one after another
-        self._sought: Counter[GroupKey] = Counter()  # units that room is looked for now
+        self._ask_at: dict[GroupKey, float] = {}  # not before; until then the layer tells
+        self._in_vain: Counter[GroupKey] = Counter()  # questions in a row that found nothing
+        self._sought: Counter[GroupKey] = Counter()  # units in questions under way
         self._questions_of: Counter[GroupKey] = Counter()
         self._tasks = Tasks()
         self._wake = asyncio.Event()
@@ -110,7 +111,7 @@ class Chemical:
         return self._waiting.reason(key)
 
     def vacancy(self, peer: bytes, free: Capacity) -> None:
-        """The layer says so, to whom has waited longest."""
+        """Not used: the layer tells the home that has waited longest."""
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         self._wake.set()
@@ -140,7 +141,7 @@ class Chemical:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await asyncio.sleep(0)  # what is added in this moment goes along
+            await asyncio.sleep(0)  # units that are being added right now are included
             if self._waiting:
                 self._look()
 
@@ -149,39 +150,46 @@ class Chemical:
         times = [
             self._ask_at.get(key, 0.0)
             for key, group in groups.items()
-            if self._open(group) > 0 and not self._questions_of[key]  # whose end wakes it
+            if self._open(group) > 0 and not self._questions_of[key]  # the end of these wakes it
         ]
         return max(0.01, min(times) - self._now()) if times else None
 
     def _open(self, group: Group) -> int:
-        """Units that nothing is being done about."""
+        """Units that no question is under way for."""
         return group.left - self._sought[group.key]
 
-    # ----------------------------------------------------------------- looking for room
+    # ----------------------------------------------------------------- looking for capacity
 
     def _look(self) -> None:
         self._waiting.regroup()
-        groups, now = self._waiting.groups, self._now()
-        self._ask_at = {key: at for key, at in self._ask_at.items() if key in groups}
-        self._in_vain = Counter({k: n for k, n in self._in_vain.items() if k in groups})
-        due = [g for g in groups.values() if self._open(g) > 0]
+        self._forget_groups()
+        now = self._now()
+        due = [g for g in self._waiting.groups.values() if self._open(g) > 0]
         for group in sorted(due, key=lambda g: g.order):
-            key = group.key
-            if self._ask_at.get(key, 0.0) > now:
+            if self._ask_at.get(group.key, 0.0) > now:
                 continue
             if len(self._tasks) >= CALLS_MAX:
-                return  # each that ends wakes it
+                return  # every task that ends wakes this up
             if self._open(group) > 0:
                 self._here(group, self._open(group))
             if self._open(group) > 0:
-                begun = self._questions_of[key]
-                for count in self._questions.walks(group.needs, self._open(group), begun):
-                    self._sought[key] += count
-                    self._questions_of[key] += 1
-                    self._tasks.spawn(self._seek(group, count))
+                self._begin_questions(group)
+
+    def _forget_groups(self) -> None:
+        groups = self._waiting.groups
+        self._ask_at = {key: at for key, at in self._ask_at.items() if key in groups}
+        self._in_vain = Counter({k: n for k, n in self._in_vain.items() if k in groups})
+
+    def _begin_questions(self, group: Group) -> None:
+        key = group.key
+        begun = self._questions_of[key]
+        for count in self._questions.walks(group.needs, self._open(group), begun):
+            self._sought[key] += count
+            self._questions_of[key] += 1
+            self._tasks.spawn(self._seek(group, count))
 
     def _here(self, group: Group, count: int) -> None:
-        """Of idle peers none is better than another, but this one is asked without a message."""
+        """All idle peers are equally good, but this one can be asked without a message."""
         me = self._members.me
         if not self._layer.idle or me.contact.id in self._avoided(group):
             return
@@ -194,7 +202,7 @@ class Chemical:
         if answer is not None and answer.grants[0].leases:
             search = self._search(group)
             search.asked.append((me.contact.id, len(answer.grants[0].leases), ""))
-            self._use(group, me.contact, answer.grants[0].leases, search, "idle, and here")
+            self._use(group, me.contact, answer.grants[0].leases, search, "this one, which is idle")
 
     async def _seek(self, group: Group, count: int) -> None:
         key = group.key
@@ -202,18 +210,17 @@ class Chemical:
         try:
             search = self._search(group)
             if not search.matching:
-                group.reason = explain(self._members.here(), group.needs) or "no peer is here"
+                group.reason = explain(self._members.here(), group.needs) or "no peer is known"
             else:
                 await self._ask(group, count, search)
-                peers = f"{search.matching} peer{'s match' if search.matching != 1 else ' matches'}"
-                group.reason = f"{peers}, all busy; it waits on the layer for one that appears"
+                group.reason = all_busy(search.matching)
         finally:
             self._sought[key] -= count
             self._questions_of[key] -= 1
             if not self._questions_of[key]:
                 del self._sought[key], self._questions_of[key]
             if search is not None and any(granted for _, granted, _ in search.asked):
-                self._ask_at.pop(key, None)  # there was something: perhaps there is more
+                self._ask_at.pop(key, None)  # there was capacity: perhaps there is more
                 self._in_vain.pop(key, None)
             else:
                 self._in_vain[key] = min(IN_VAIN_MAX, self._in_vain[key] + 1)
@@ -243,9 +250,26 @@ class Chemical:
         if not group.left:
             self._questions.let_be(peer)
             return
+        room = self._room(group, count)
+        try:
+            limit_s = self._config.lease_ttl_s / 2
+            # if this asks for less than it was given, the rest is not known: published again
+            version = meta.version if room.count == count else 0
+            message = Reserve(asks=(room,), consumed=True, molecule=version)
+            answer = await self._rpc.call(contact, message, Offers, limit_s)
+        except CallFailed as error:
+            search.asked.append((peer, 0, str(error)))
+            return
+        grant = answer.grants[0] if answer.grants else Grant()
+        search.asked.append((peer, len(grant.leases), grant.refusal))
+        load = f"load {value_of(meta.order):.0%}"
+        how = "it appeared while the task waited" if search.told else load
+        self._use(group, contact, grant.leases, search, how)
+
+    def _room(self, group: Group, count: int) -> Room:
         top = group.top
         runtime_s, deadline_at = self._estimate(top), top.deadline_at
-        room = Room(
+        return Room(
             needs=group.needs,
             count=max(1, min(count, group.left, self._config.ask_batch_max)),
             runtime_s=runtime_s,
@@ -253,21 +277,6 @@ class Chemical:
             queue=runtime_s is not None and self._waiting.may_queue,
             owner=top.owner[:64],
         )
-        try:
-            limit_s = self._config.lease_ttl_s / 2
-            # if it asks for less than it was given, the rest is another one: to be said anew
-            version = meta.version if room.count == count else 0
-            message = Reserve(asks=(room,), consumed=True, molecule=version)
-            answer = await self._rpc.call(contact, message, Offers, limit_s)
-        except CallFailed as error:
-            search.asked.append((peer, 0, str(error)))
-            return
-        grant = answer.grants[0] if answer.grants else None
-        leases = grant.leases if grant is not None else ()
-        search.asked.append((peer, len(leases), grant.refusal if grant is not None else ""))
-        at = f"the layer has it at {value_of(meta.order):.0%}"
-        how = "appeared while it waited" if search.told else at
-        self._use(group, contact, leases, search, how)
 
     def _use(
         self,
@@ -277,18 +286,11 @@ class Chemical:
         search: _Search,
         how: str,
     ) -> None:
-        placed: list[Placed] = []
-        unused: list[int] = []
-        mine = Placement(
+        record = Placement(
             self.name, search.asked, search.matching, search.known,
-            f"the least loaded that fits: {how}", self._now() - search.began_at,
+            f"the least loaded peer that fits: {how}", self._now() - search.began_at,
         )  # fmt: skip
-        for lease in leases:
-            unit = self._waiting.pop(group, near=contact.id)
-            if unit is None:
-                unused.append(lease)
-            else:
-                placed.append(Placed(unit, contact, lease, mine))
+        placed, unused = self._waiting.use(group, contact, leases, record, near=contact.id)
         if unused:
             self._rpc.tell(contact, ReturnLeases(leases=tuple(unused)))
         if placed:

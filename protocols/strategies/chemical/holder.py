@@ -1,15 +1,17 @@
-"""What a ring node holds of the layer: a stretch of meta-molecules in their order. Pure.
+"""The part of the layer at one ring node: a stretch of meta-molecules in their order. Pure.
 
 Rules:
-- One molecule of a peer; of two, the later version. They expire, and are said again before that.
-- A node holds a few (`rows_max`). Of more, the last in their order go on to its successor,
-  after a moment and together: so the order along the ring stays what it was, and no node holds much
-  more than others for long, whatever the values are.
-- Who asks is given a part of a molecule, or all of it, and nobody else is told of that: it is
-  consumed. A rest that still has its place here stays. A resource that was asked for room says anew
-  where it stands, unless that is what it must be here by the same rule (`rest_of`); one that was
-  given away and never asked does so before long, too.
-- Who finds too little leaves a wish: it is told of what appears, the oldest wish first.
+- There is one molecule for each peer; of two, the later version. Molecules expire, and are
+  published again before that.
+- A node holds a few (`rows_max`). If there are more, the last in their order move on to its
+  successor, after a moment and together: so the order along the ring stays the same, and no node
+  holds much more than others for long, whatever the values are.
+- A question is given a part of a molecule, or all of it, and no other question sees that part: it
+  is consumed. A rest whose place is still here stays. A resource that was asked for leases
+  publishes its molecule again, unless the rest here is right by the same rule (`rest_of`); a
+  resource that was given away and never asked does so before long, too.
+- A home that finds too little leaves a wish: it is told of resources that appear, the oldest wish
+  first.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from .messages import Meta
 from .scale import order
 
 USED_STEPS = 32
-#: loads below this have room now
+#: peers with a load below this have free capacity now
 ROOM = 0.9
-#: of units that may wait at a resource nobody knows how many: so many are tried
+#: units that are tried where an unknown number may wait in the queue
 QUEUED_TRY = 1000
 
 
@@ -53,18 +55,18 @@ class Wish:
 
 
 def room(meta: Meta, needs: Needs, count: int, queue: bool) -> int:
-    """Units, of so many, that should find room at a resource."""
-    found = slots(meta.free, needs.capacity)
+    """How many of these units a resource should have capacity for."""
+    fitting = slots(meta.free, needs.capacity)
     if queue and meta.queues:
-        found = max(found, QUEUED_TRY)
-    return min(count, found)
+        fitting = max(fitting, QUEUED_TRY)
+    return min(count, fitting)
 
 
 def rest_of(meta: Meta, capacity: Capacity, needs: Needs, count: int) -> Meta | None:
-    """What is left of it without room for so many units, if that is known. At the node that holds
-    it and at the resource itself this is the same."""
+    """The rest of a molecule without the capacity for so many units, if that is known. The node
+    that holds it and the resource itself compute the same."""
     if count > slots(meta.free, needs.capacity):
-        return None  # they may wait there: who knows for how long
+        return None  # they may wait in its queue, for an unknown time
     pairs = zip(meta.free, needs.capacity, strict=True)
     free = Capacity(*(have - count * need for have, need in pairs))
     used = used_of(free, capacity)
@@ -72,14 +74,14 @@ def rest_of(meta: Meta, capacity: Capacity, needs: Needs, count: int) -> Meta | 
 
 
 def used_of(free: Capacity, capacity: Capacity) -> float:
-    """From 0, idle, to 1: something has run out. In steps: less is no difference worth a word."""
+    """From 0, idle, to 1, when something has run out. In steps: less is not worth a message."""
     pairs = zip(free, capacity, strict=True)
     used = max((1 - have / most for have, most in pairs if most), default=0.0)
     return math.floor(used * USED_STEPS) / USED_STEPS
 
 
 def alike(one: Capacity, other: Capacity, capacity: Capacity) -> bool:
-    """No difference worth a word."""
+    """The difference is not worth a message."""
     rows = zip(one, other, capacity, strict=True)
     return all(USED_STEPS * abs(a - b) <= most for a, b, most in rows)
 
@@ -87,23 +89,26 @@ def alike(one: Capacity, other: Capacity, capacity: Capacity) -> bool:
 class Stretch:
     def __init__(self, config: Config) -> None:
         self.wishes: dict[WishKey, Wish] = {}
-        self.shares = Shares()  # of owners who wish for something here
+        self.shares = Shares()  # of owners with wishes here
         self._config = config
         self._own = config.of(ChemicalConfig)
         self._rows: list[tuple[float, bytes]] = []
         self._metas: dict[bytes, Meta] = {}
         self._until: dict[bytes, float] = {}
-        self._gone_on = (math.inf, -math.inf)  # the first that went on to the successor; until when
+        self._gone_on = (
+            math.inf,
+            -math.inf,
+        )  # lowest order that moved to the successor; until when
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def put(self, meta: Meta, now: float) -> bool:
-        """False: something newer is known, or there are more than there can be peers."""
+        """False: the version is not newer, or there are more molecules than there can be peers."""
         self.expire(now)
         old = self._metas.get(meta.peer)
         if old is not None and old.version >= meta.version:
-            return False  # of the same version a part may have been given away
+            return False  # a part of the same version may have been given away
         if old is None and len(self._rows) >= self._config.members_max:
             return False
         self._drop(meta.peer)
@@ -116,15 +121,15 @@ class Stretch:
         self._until[meta.peer] = until
 
     def give(self, meta: Meta, rest: Meta | None) -> None:
-        """It is given away, but for a rest."""
+        """Give a molecule away, except a rest."""
         until = self._until[meta.peer]
         self._drop(meta.peer)
         if rest is not None:
             self._keep(rest, until)
 
     def surplus(self, now: float, most: float = math.inf) -> list[Meta]:
-        """What is to go on to the successor; nothing from the order `most` on: there the ring
-        begins anew, and order ends."""
+        """Take out the molecules that move to the successor; none from the order `most` on, where
+        the ring closes and the order ends."""
         self.expire(now)
         spilled: list[Meta] = []
         while (end := bisect_left(self._rows, (most, b""))) > self._own.rows_max:
@@ -132,19 +137,19 @@ class Stretch:
             spilled.append(self._metas[last])
             self._drop(last)
         if spilled:
-            first = min(found.order for found in spilled)
+            first = min(meta.order for meta in spilled)
             self._gone_on = (min(first, self.gone_on(now)), now + self._own.ttl_s)
         return spilled
 
     def gone_on(self, now: float) -> float:
-        """From this order on they are at the successor."""
+        """From this order on, molecules may be at the successor."""
         first, until = self._gone_on
         return first if until > now else math.inf
 
     def take(self, peer: bytes, version: int) -> bool:
-        """It is not here any more; False: it was not."""
-        found = self._metas.get(peer)
-        if found is None or found.version > version:
+        """Drop a peer's molecule; False: it is not here, or is newer."""
+        meta = self._metas.get(peer)
+        if meta is None or meta.version > version:
             return False
         self._drop(peer)
         return True
@@ -155,7 +160,7 @@ class Stretch:
             del self._rows[bisect_left(self._rows, (meta.order, peer))], self._until[peer]
 
     def between(self, low: float, high: float, now: float) -> list[Meta]:
-        """In their order."""
+        """The molecules in this range, in their order."""
         self.expire(now)
         start = bisect_left(self._rows, (low, b""))
         end = bisect_left(self._rows, (high, b""))
@@ -165,17 +170,17 @@ class Stretch:
         for key in [key for key, old in self.wishes.items() if old.until <= now]:
             del self.wishes[key]
         if wish.key in self.wishes or len(self.wishes) < self._own.wishes_max:
-            kept = self.wishes.setdefault(wish.key, wish)  # who says it again keeps its place
+            kept = self.wishes.setdefault(wish.key, wish)  # a repeated wish keeps its place
             kept.count, kept.each, kept.until = wish.count, wish.each, wish.until
             kept.owner = wish.owner
 
     def in_turn(self) -> list[tuple[WishKey, Wish]]:
-        """Those that wait: of the owner that got least first, then who said it first."""
-        found = list(self.wishes.items())
-        self.shares.only({wish.owner for _, wish in found})
+        """The wishes: first those of the owner that got least, then the oldest."""
+        rows = list(self.wishes.items())
+        self.shares.only({wish.owner for _, wish in rows})
         if self.shares.contended:
-            found.sort(key=lambda row: self.shares.given(row[1].owner))
-        return found
+            rows.sort(key=lambda row: self.shares.given(row[1].owner))
+        return rows
 
     def expire(self, now: float) -> None:
         for peer in [peer for peer, until in self._until.items() if until <= now]:

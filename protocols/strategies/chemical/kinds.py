@@ -1,9 +1,9 @@
-"""Kinds of peers: all of them, and those that could meet needs which few can.
+"""Kinds of peers: all peers, and those that meet needs which few peers can meet.
 
-A question with several criteria ("at least 64 GiB, a GPU, the least loaded first") is a walk in one
-order over those peers alone that meet the others. Every peer knows what each has at most, so all
-agree on who is of a kind: these make a ring of their own, and hold its molecules. A kind is there
-while it is asked for.
+A question with several criteria ("at least 64 GiB, a GPU, the least loaded first") is a walk in the
+order of one criterion, over only those peers that meet the others. Every peer knows the capacity of
+each when idle, so all agree on the members of a kind: these form a ring of their own, and hold its
+molecules. A kind exists as long as it is asked for.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .messages import Meta, Scale
 from .scale import key, order_at
 
 ALL = Needs()
-#: a kind of its own is worth it where no more than one of so many is of it
+#: a kind of its own is worthwhile if at most one of this many peers belongs to it
 RARE = 4
 
 
 def rounded(needs: Needs) -> Needs:
-    """What these needs have in common with similar ones: amounts are powers of two, and lower."""
+    """The common part of these needs and similar ones: amounts rounded down to powers of two."""
     capacity = Capacity(*(1 << n.bit_length() - 1 if n else 0 for n in needs.capacity))
     return needs._replace(capacity=capacity)
 
@@ -42,14 +42,14 @@ def kind_of(needs: Needs, here: list[Member]) -> Needs:
 class ResourceKind:
     def __init__(self, needs: Needs, members: Members, config: Config) -> None:
         self.needs = needs
-        #: where the ring begins for it
+        #: where its ring begins
         self.start = hashlib.blake2b(msgpack.packb(needs), digest_size=20, person=b"kind").digest()
-        self.stretch = Stretch(config)  # of its molecules, those that this peer holds
-        self.at: dict[bytes, Meta] = {}  # holder → this peer's own, as it should be there; one
+        self.stretch = Stretch(config)  # those of its molecules that this peer holds
+        self.at: dict[bytes, Meta] = {}  # holder → this peer's own molecule there; one entry
         self.said_at = -math.inf
-        self.said = math.inf  # its order then
-        self.until = -math.inf  # somebody wants it
-        self.asked_until = -math.inf  # and the speaker knows
+        self.said = math.inf  # its order at that time
+        self.until = -math.inf  # when its use ends
+        self.asked_until = -math.inf  # until then the speaker knows of it
         self._members = members
         self._here: list[Member] | None = None
         self._ring: list[bytes] = []
@@ -69,19 +69,19 @@ class ResourceKind:
         return self.following(key(self.start, scale, order))
 
     def far(self, peer: bytes) -> float:
-        """How much of the ring lies before a peer."""
+        """The share of the ring that lies before a peer."""
         return clockwise(self.start, peer) / SIZE
 
     def seam(self, scale: Scale, peer: bytes) -> float:
-        """Where the ring begins anew, one node has its first stretch and its last: from which order
-        on it is the last. No end: this is not that node."""
+        """The order from which on a peer holds the last stretch: where the ring closes, one node
+        holds both the first stretch and the last. Infinite for all other nodes."""
         return order_at(scale, self.far(peer)) if self.following(self.start) == peer else math.inf
 
     def _among(self) -> list[bytes] | None:
         if self.needs == ALL:
             return None
         here = self._members.here()
-        if here is not self._here:  # somebody came or went
+        if here is not self._here:  # a member came or went
             self._here = here
             self._ring = sorted(m.contact.id for m in here if self.includes(m))
         return self._ring

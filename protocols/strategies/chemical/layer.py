@@ -1,17 +1,19 @@
-"""The layer of resources, as a service: a peer's own molecules, and those it holds for others.
+"""The layer of resources at a peer: the peer's own molecules, and those it holds for others.
 
 After seed 000, section 3.2: meta-molecules lie under order-preserving keys on the ring, the least
 loaded first, so that "the best of the moment" is a lookup and a walk (`questions`). (Every peer
-knows the others, so the lookup is one step; the ring is that of `overlay.chord`.)
+knows the others, so the lookup takes one step; the ring is that of `overlay.chord`.)
 
 Rules:
-- Nobody says anything while nobody wants the layer. Who does tells the speaker (`liveness`), who
-  has all peers told, now and then again; each then says where it stands, and when that changes.
-- That there is more room is said until it is heard; less is said once: who is sent there in vain
-  is refused, and then it is said anew.
-- The speaker also asks a few where they stand: if a part of the ring is much fuller than others, it
-  makes a new scale, and all move. Whoever uses an older one is handed the newer one.
-- A node that dies takes molecules with it: their peers put them to the next one at once.
+- There are no messages while the layer is not in use. A home that needs it tells the speaker
+  (`liveness`), which tells all peers, and repeats that every so often; each peer then publishes its
+  molecule, and publishes it again when it changes.
+- A molecule with more capacity is published until its holder confirms it; one with less, only once:
+  a home that is sent there in vain is refused, and then the peer publishes it again.
+- The speaker also samples the order of a few peers: if a part of the ring is much fuller than the
+  others, it makes a new scale, and all molecules move. A peer that uses an older scale is sent the
+  newer one.
+- Molecules are lost with the node that holds them: their peers put them at the next node at once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ from ...membership.members import Members, State
 from ...tasks import Tasks
 from ...wire.codec import FrameKind as Envelope
 from ...wire.codec import Malformed, decode, encode
-from ...wire.messages import Contact, Done, Member, Needs, Reserve, ReturnLeases, Room, Ticket
+from ...wire.messages import (
+    Capacity,
+    Contact,
+    Done,
+    Member,
+    Needs,
+    Reserve,
+    ReturnLeases,
+    Room,
+    Ticket,
+)
 from ...wire.rpc import CallFailed, Rpc
 from .config import ChemicalConfig
 from .holder import ROOM, alike, rest_of, room, used_of
@@ -48,7 +60,8 @@ from .messages import (
 )
 from .scale import FIRST, STEPS, TOP, fit, key, order, skew
 
-#: so many times more than by a new scale the fullest part may hold; or if a question found less
+#: how many times more the fullest part may hold than with a new scale; the second, if a question
+#: found less than the scale says
 SKEW_MAX, SKEW_MISFIT = 1.5, 1.15
 HOPS_MAX = 64
 VERSION_MAX = 2**48
@@ -57,7 +70,7 @@ METAS_MAX = 64
 
 
 def load(ticket: Ticket, member: Member, queue_s_max: float) -> float:
-    """From 0, idle, to 1: no room, and none may wait. Below `ROOM` there is room now."""
+    """From 0, idle, to 1, full and with a full queue. Below `ROOM` there is free capacity now."""
     used = used_of(ticket.free, member.capacity)
     if used < 1:
         return ROOM * used
@@ -78,9 +91,9 @@ class Layer:
         self.counts: Counter[str] = Counter()
         self.scale = FIRST
         self.kinds: dict[Needs, ResourceKind] = {ALL: ResourceKind(ALL, members, config)}
-        #: True: it is wanted
+        #: called when a resource appears; True: it is wanted
         self.on_appeared: Callable[[Meta, Needs, int], bool] = lambda meta, needs, count: False
-        #: how a place is found where not every peer knows all others
+        #: finds the holder of a key where not every peer knows all others
         self.locate: Callable[[bytes], Awaitable[bytes]] | None = None
         self._rpc = rpc
         self._members = members
@@ -110,27 +123,28 @@ class Layer:
 
     @property
     def idle(self) -> bool:
-        """This peer is, and may be taken by anybody."""
+        """This peer is idle, and any home may use it."""
         return self._mine()[0] < 1
 
     def kind(self, needs: Needs) -> ResourceKind:
-        """That kind of peers. If there are too many, all: needs are looked at on the way, too."""
-        found = self.kinds.get(needs)
-        if found is None:
+        """That kind of peers; or all peers, if there are too many kinds: the needs are checked on
+        the way, too."""
+        kind = self.kinds.get(needs)
+        if kind is None:
             now = self._now()
             for old in [n for n, k in self.kinds.items() if k.until < now and n != ALL]:
                 del self.kinds[old]
             if len(self.kinds) >= self._own.kinds_max:
                 self.counts["kinds_refused"] += 1
                 return self.kinds[ALL]
-            found = self.kinds[needs] = ResourceKind(needs, self._members, self._config)
-            found.until = now + self._own.refresh_s
-        return found
+            kind = self.kinds[needs] = ResourceKind(needs, self._members, self._config)
+            kind.until = now + self._own.refresh_s
+        return kind
 
-    # ----------------------------------------------------------------- wanting it
+    # ----------------------------------------------------------------- waking the layer
 
     async def want(self, needs: Needs = ALL) -> None:
-        """Somebody here has a question: all peers of that kind are to say where they stand."""
+        """A home here has a question: have all peers of that kind publish their molecules."""
         kind, now = self.kind(needs), self._now()
         if now < kind.asked_until:
             return
@@ -143,7 +157,7 @@ class Layer:
             kind.asked_until = 0.0
 
     def misfits(self) -> None:
-        """A question found much less than the scale says: another one would be better."""
+        """A question found much less than the scale says: a new scale would be better."""
         now = self._now()
         contact = self._members.contact(self._members.speaker)
         if now - self._said_misfits >= self._own.fit_min_s and contact is not None:
@@ -156,7 +170,7 @@ class Layer:
             self._misfits.set()
         if kind.until - now < 0.7 * self._own.active_s:
             kind.until = self.kinds[ALL].until = now + self._own.active_s
-            # a word may be lost: who misses it hears the next one
+            # a message may be lost: a peer that misses it receives the next one
             self._liveness.announce(self._about(self.scale))
         return Done()
 
@@ -184,7 +198,7 @@ class Layer:
         self._wake.set()
 
     def adopt(self, scale: Scale | None) -> None:
-        """The newer one; of two that were made at once, one that all choose."""
+        """Adopt a newer scale; of two that were made at once, all peers choose the same one."""
         if scale is None or scale <= self.scale:
             return
         rising = all(a <= b for a, b in zip(scale.points, (*scale.points[1:], TOP), strict=True))
@@ -199,7 +213,8 @@ class Layer:
             self._fitting = False
 
     async def _fit(self) -> None:
-        """As the speaker, while it is wanted: see that no part of the ring is much fuller."""
+        """As the speaker, while the layer is in use: see that no part of the ring is much fuller
+        than others."""
         while True:
             late_s = self._own.fit_s * (0.75 + 0.5 * self._rng.random())
             least_s = self._own.fit_min_s * max(1.0, self._members.count / 100)
@@ -207,7 +222,7 @@ class Layer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, late_s - least_s)):
                     await self._misfits.wait()
-            # what has just begun is not what will be
+            # give the molecules time to settle
             await asyncio.sleep(min(least_s, self._own.fit_s))
             if not self.active:
                 return
@@ -216,26 +231,26 @@ class Layer:
             drawn = self._members.draw(self._rng, self._own.sampled, ())
             calls = [self._rpc.call(m.contact, Sample(), Sampled, 1.0) for m in drawn]
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            found = [a.order for a in answers if isinstance(a, Sampled)]
-            made = fit(self.scale.version + 1, found)
+            orders = [a.order for a in answers if isinstance(a, Sampled)]
+            made = fit(self.scale.version + 1, orders)
             most = SKEW_MAX if not self._misfits.is_set() else SKEW_MISFIT
-            if made is not None and skew(self.scale, found) > most * max(1.0, skew(made, found)):
+            if made is not None and skew(self.scale, orders) > most * max(1.0, skew(made, orders)):
                 self.counts["scales"] += 1
                 self._liveness.announce(self._about(made))
 
     def _sample(self, sender: Contact, message: Sample) -> Sampled:
         return Sampled(order=self._mine()[0])
 
-    # ----------------------------------------------------------------- this peer's own
+    # ----------------------------------------------------------------- this peer's own molecule
 
     def changed(self) -> None:
-        """There may be more room, or less."""
+        """There may be more free capacity, or less."""
         if self.active:
             self._wake.set()
 
     def look(self, sender: Contact, message: Reserve | ReturnLeases) -> None:
-        """Who asked for room may have consumed this peer's molecule; or have let go of it, which
-        says a `ReturnLeases` of nothing."""
+        """A home that asked for leases may have consumed this peer's molecule; one that lets go of
+        it sends a `ReturnLeases` without leases."""
         if isinstance(message, Reserve):
             if message.consumed:
                 self.consumed(message.molecule, message.asks)
@@ -243,11 +258,11 @@ class Layer:
             self.consumed(0, ())
 
     def consumed(self, version: int, asks: tuple[Room, ...]) -> None:
-        """Room was taken of its molecule, of this version, for one who asks for it now."""
+        """A home was given capacity of this version of the molecule, and asks for it now."""
         for kind in self.kinds.values():
             for holder, meta in list(kind.at.items()):
                 if version and meta.version != version:
-                    continue  # that of another kind; or it has said more since, and says it again
+                    continue  # that of another kind; or a newer one, which is published again
                 rest: Meta | None = meta if version else None
                 for ask in asks:
                     if rest is not None:
@@ -258,7 +273,7 @@ class Layer:
         self.changed()
 
     def rest(self, kind: ResourceKind, meta: Meta, needs: Needs, count: int) -> Meta | None:
-        """What is left of a molecule where it is: a rest whose place is the same."""
+        """The rest of a molecule that stays at its node, because its place is the same."""
         member = self._members.get(meta.peer)
         if member is None or self.locate is not None:
             return None
@@ -281,7 +296,7 @@ class Layer:
             except TimeoutError:
                 pass
             early_s = said_at + self._own.gap_s - self._now()
-            await asyncio.sleep(max(0.0, early_s))  # and what changes in this moment goes along
+            await asyncio.sleep(max(0.0, early_s))  # so that changes at the same time go together
             self._wake.clear()
             said = False
             for kind in list(self.kinds.values()):
@@ -290,18 +305,12 @@ class Layer:
             said_at = self._now() if said else said_at
 
     async def _say(self, kind: ResourceKind) -> bool:
-        """Where it stands, if that is elsewhere than was said, or was long ago."""
+        """Publish this peer's molecule, if it has changed or was published long ago."""
         me, now = self._members.me.contact.id, self._now()
         stands, ticket = self._mine()
         holder = await self.place(kind, stands)
         free, queues = ticket.free, ticket.queue_s > 0
-        old = kind.at.get(holder)
-        same = (
-            old is not None
-            and old.order == stands
-            and alike(old.free, free, self._members.me.capacity)
-            and (old.queues == queues or stands < ROOM * STEPS)
-        )
+        same = self._is_known(kind.at.get(holder), stands, free, queues)
         if same and now - kind.said_at < self._own.refresh_s / 2:
             return False
         self._version = max(self._version + 1, self._members.me.boot << 32)
@@ -310,12 +319,7 @@ class Layer:
         kind.at.clear()
         kind.at[holder] = meta
         scale = self.scale.version
-        for peer in left:
-            contact = self._members.contact(peer)
-            if contact is not None:
-                gone = ((me, self._version - 1),)  # not the new one, should that be passed on there
-                message = Publish(metas=(), gone=gone, scale=scale, kind=kind.needs)
-                self._rpc.tell(contact, message)
+        self._leave(kind, left, scale)
         contact = self._members.contact(holder)
         worse, kind.said, kind.said_at = stands > kind.said, stands, now
         self.counts["published"] += 1
@@ -333,21 +337,41 @@ class Layer:
             asyncio.get_running_loop().call_later(AGAIN_S, self._wake.set)
         return True
 
+    def _is_known(self, old: Meta | None, stands: float, free: Capacity, queues: bool) -> bool:
+        """The molecule that was published last is still right."""
+        if old is None or old.order != stands:
+            return False
+        if not alike(old.free, free, self._members.me.capacity):
+            return False
+        return old.queues == queues or stands < ROOM * STEPS
+
+    def _leave(self, kind: ResourceKind, holders: list[bytes], scale: int) -> None:
+        """Have these former holders drop this peer's molecule."""
+        for peer in holders:
+            contact = self._members.contact(peer)
+            if contact is not None:
+                # not the version just made, should that be passed on to this holder
+                gone = ((self._members.me.contact.id, self._version - 1),)
+                message = Publish(metas=(), gone=gone, scale=scale, kind=kind.needs)
+                self._rpc.tell(contact, message)
+
     async def place(self, kind: ResourceKind, stands: float) -> bytes:
-        """The node that holds what has this order."""
+        """The node that holds molecules of this order."""
         if self.locate is not None:
             return await self.locate(key(kind.start, self.scale, stands))
         return kind.holder(self.scale, stands)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        """Its holder is gone, or another one stands before it: it is put there. And who has just
-        come is told by the speaker that the layer is in use."""
+        """If the holder of this peer's molecule is gone, or another node comes before it, the
+        molecule is put there. And the speaker tells a newcomer that the layer is in use."""
         if not self.active:
             return
         came = new.state == State.ALIVE and (old is None or old.boot != new.boot)
-        speaker, it = self._members.speaker, new.contact.id
-        if speaker == it:  # it is that itself, and does not know it: the next one tells it
-            speaker = self._members.following(it, after=True)
+        speaker, newcomer = self._members.speaker, new.contact.id
+        if (
+            speaker == newcomer
+        ):  # it does not know yet that it is the speaker: the next one tells it
+            speaker = self._members.following(newcomer, after=True)
         if came and speaker == self._rpc.me.id:
             about = self._about(self.scale)
             self._tasks.spawn(self._liveness.announce_to(new.contact, about))
@@ -357,12 +381,12 @@ class Layer:
                     kind.at.pop(holder, None)
                     self._wake.set()
 
-    # ----------------------------------------------------------------- what it holds
+    # ----------------------------------------------------------------- molecules of others
 
     def _publish(self, sender: Contact, message: Publish) -> Published:
         now, kind = self._now(), self.kind(message.kind)
         if kind.needs != message.kind:
-            return Published()  # there are too many kinds: it is among all others, too
+            return Published()  # there are too many kinds: its molecule is among all others, too
         for wanted in (kind, self.kinds[ALL]):
             wanted.until = max(wanted.until, now + self._own.refresh_s)
         for meta in message.metas:
@@ -371,11 +395,15 @@ class Layer:
         if len(kind.stretch) > self._own.rows_max and not self._balancing:
             self._balancing = True
             asyncio.get_running_loop().call_later(self._own.balance_s, self._balance)
-        gone = tuple(row for row in message.gone if not kind.stretch.take(*row))
-        gone = gone if kind.stretch.gone_on(now) < float("inf") else ()
-        if gone and message.hops < HOPS_MAX:
-            self._hand_on(kind, (), gone, message.hops + 1)
+        self._drop_gone(kind, message, now)
         return Published(scale=self.scale if message.scale < self.scale.version else None)
+
+    def _drop_gone(self, kind: ResourceKind, message: Publish, now: float) -> None:
+        """Drop these molecules; those that were passed on to the successor are dropped there."""
+        gone = tuple(row for row in message.gone if not kind.stretch.take(*row))
+        passed_on = kind.stretch.gone_on(now) < float("inf")
+        if gone and passed_on and message.hops < HOPS_MAX:
+            self._hand_on(kind, (), gone, message.hops + 1)
 
     def _balance(self) -> None:
         self._balancing = False
@@ -393,7 +421,7 @@ class Layer:
         gone: tuple[tuple[bytes, int], ...],
         hops: int,
     ) -> None:
-        """To the next on the ring."""
+        """Send these to the next node on the ring."""
         successor = kind.following(self._rpc.me.id, after=True)
         contact = self._members.contact(successor)
         if contact is not None and successor != self._rpc.me.id:
@@ -406,10 +434,10 @@ class Layer:
         try:
             await self._rpc.call(contact, message, Published, 1.0)
         except CallFailed:
-            self.counts["not_passed_on"] += 1  # its peer says it again before long
+            self.counts["not_passed_on"] += 1  # its peer publishes it again before long
 
     def give(self, kind: ResourceKind, meta: Meta, needs: Needs, count: int) -> None:
-        """So many units of it are given away; what is left, if it has its place here, stays."""
+        """Give so many units of a molecule away; the rest stays if its place is here."""
         kind.stretch.give(meta, self.rest(kind, meta, needs, count))
 
     def _tell_wishes(self, kind: ResourceKind, meta: Meta, now: float) -> None:
@@ -430,7 +458,7 @@ class Layer:
             wish.count -= count
             del wishes[wish_key]
             if wish.count > 0:
-                wishes[wish_key] = wish  # who got something is behind the others who wait
+                wishes[wish_key] = wish  # last now: it got something, and the others wait
             self.give(kind, meta, wish.needs, count)
             kind.stretch.shares.give(wish.owner, count * wish.needs.capacity.millicores / 1000)
             self._rpc.tell(home, Appeared(meta=meta, needs=wish.needs, count=count))

@@ -1,4 +1,4 @@
-"""Messages of the chemical layer: 61 to 72."""
+"""The messages of `chemical`, numbered 61 to 72."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Order = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class Scale(NamedTuple):
-    """Where values lie on the ring: orders that divide what there is into equal parts."""
+    """The mapping of values to the ring: orders that divide all molecules into equal parts."""
 
     version: Natural
     points: Annotated[tuple[Order, ...], Field(max_length=64)]
 
 
 class Meta(NamedTuple):
-    """A resource, as the layer of the chemical space has it: `order` is its value and a tie."""
+    """A resource, as a molecule of the layer: `order` is its value and a tie."""
 
     peer: PeerId
     order: Order
@@ -30,7 +30,7 @@ class Meta(NamedTuple):
 
 @numbered(61)
 class Publish(Message):
-    """Resources whose place is here; and which of them are here no more, by their versions."""
+    """Resources whose place is here; and those that have left, by their versions."""
 
     metas: Annotated[tuple[Meta, ...], Field(max_length=64)]
     gone: Annotated[tuple[tuple[PeerId, Natural], ...], Field(max_length=64)] = ()
@@ -46,7 +46,7 @@ class Published(Message):
 
 @numbered(65)
 class Appeared(Message):
-    """To one that waits: this resource has room for so many of its units."""
+    """To a home that waits: this resource has capacity for so many of its units."""
 
     meta: Meta
     needs: Needs
@@ -55,16 +55,16 @@ class Appeared(Message):
 
 @numbered(66)
 class Arouse(Message):
-    """To the speaker: somebody wants the layer, for peers of this kind. It has all peers told. Or a
-    question met many nodes in a row without anything where this scale has many."""
+    """To the speaker: a home needs the layer, for peers of this kind; the speaker tells all peers.
+    Or a question met many empty nodes in a row where the scale promises many molecules."""
 
     kind: Needs = Needs()
-    stale: Natural = 0  # its version, and one more
+    stale: Natural = 0  # the version of that scale, plus one
 
 
 @numbered(67, repeatable=True)
 class Sample(Message):
-    """Where do you stand?"""
+    """Asks for the order of a peer's molecule."""
 
 
 @numbered(68)
@@ -72,35 +72,35 @@ class Sampled(Message):
     order: Order
 
 
-Found = tuple[Meta, Natural]  # a resource, and units it should have room for
+Found = tuple[Meta, Natural]  # a resource, and the units it should have capacity for
 
 
 @numbered(69)
 class Range(Message):
-    """Resources from one order on to below another, that have room for units of these needs: so
-    many units of it. It goes on from node to node, with what it has found so far; the last one
-    answers `home`. If there is too little, `home` is told for `wait_s` of what appears."""
+    """Asks for resources from the order `low` to below `high`, with capacity for `count` units of
+    these needs. It goes from node to node, with the resources found so far; the last node answers
+    `home`. If there is too little, `home` is told for `wait_s` of resources that appear."""
 
     home: PeerId
-    id: Natural  # it may come twice: then it is answered as before
+    id: Natural  # a repeated question is answered as before
     low: Order
     high: Order
     kind: Needs
     needs: Needs
     count: Annotated[int, Field(ge=1, le=100_000)]
-    each: Annotated[int, Field(ge=1, le=100_000)]  # at most, of one resource
+    each: Annotated[int, Field(ge=1, le=100_000)]  # units of one resource, at most
     queue: bool
     wait_s: Seconds
     scale: Natural
-    top: Order  # up to here they are alike, if only `high` were not less
+    top: Order  # the end of the stretch, of which `high` may cut off a part
     leg: Annotated[int, Field(ge=0, le=2)]  # see `questions`
-    nodes: Natural  # it may still visit, on this leg
-    empty: Natural  # in a row, that had nothing
-    again: bool = False  # all round the ring: of the node where it begins, what is its last stretch
-    careful: bool = False  # each node makes sure that the next one has it
-    part: Natural = 0  # parts of the answer that were sent
+    nodes: Natural  # that it may still visit on this leg
+    empty: Natural  # nodes in a row that had nothing
+    again: bool = False  # it is back where the ring begins: asks for the last stretch there
+    careful: bool = False  # each node makes sure that the next one has the question
+    part: Natural = 0  # parts of the answer that have been sent
     dry: bool = False  # no resource was idle
-    stale: bool = False  # there was less than the scale says
+    stale: bool = False  # there was less than the scale promises
     avoid: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # not these
     rows: Annotated[tuple[Found, ...], Field(max_length=64)] = ()
     owner: Annotated[str, Field(max_length=64)] = ""  # of the first of these units
@@ -121,15 +121,15 @@ class Ranged(Message):
 
 @numbered(72)
 class Unwished(Message):
-    """To a node that told of what appeared: there is enough of it."""
+    """To a node that told of a resource that appeared: the home has enough."""
 
     needs: Needs
 
 
 @numbered(71)
 class InUse(Message):
-    """To all peers, in a wave: which kinds of peers are asked for on the layer, and for how long
-    from now on; and where they lie on it."""
+    """To all peers, in a wave: the kinds of peers that are asked for on the layer, and for how long
+    from now on; and the scale of the layer."""
 
     scale: Scale
     kinds: Annotated[tuple[tuple[Needs, Seconds], ...], Field(max_length=16)]

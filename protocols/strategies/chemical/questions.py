@@ -1,15 +1,17 @@
-"""Questions to the layer: they walk along the ring, node by node, and the last one answers.
+"""Questions to the layer: a question walks along the ring from node to node; the last one answers.
 
 Rules:
-- It begins with the least and goes on in order. Among those of one value none is better than
-  another: it begins anywhere among them, and then takes up what lies before; or all would begin
-  with the same, and walk past what others have taken. A few nodes in a row that have nothing, and
-  there is hardly anything left there: then it goes on with the next ones.
-- A node gives what it has, and passes the question on with what was found. A word may be lost, or
-  a node on the way has died: who asked asks again, and then each makes sure that the next one has
-  it, or passes it over. A question that comes twice is answered by a node as before.
-- Who finds too little leaves a wish where idle ones would appear, and where the least loaded would.
-  Not earlier: what appears goes to the oldest wish, and must not go to one that has enough.
+- A question starts with the least loaded and goes on in order. Among molecules of one value none is
+  better than another: so it starts anywhere among them, and then takes those before its start; or
+  all questions would start with the same ones, and walk past those that others have taken. After a
+  few nodes in a row that have nothing, hardly anything is left there: then it goes on with the next
+  value.
+- A node gives what it has, and passes the question on with all that was found. A message may be
+  lost, or a node on the way may die: then the home asks again, and each node makes sure that the
+  next one has the question, or passes it over. A node answers a repeated question as before.
+- A question that finds too little leaves a wish where idle peers would appear, and where the least
+  loaded ones would. Not earlier: a resource that appears goes to the oldest wish, and must not go
+  to a home that has enough.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from .config import ChemicalConfig
 from .holder import Wish, room
 from .kinds import ResourceKind, kind_of
 from .layer import Layer
-from .messages import Found, Range, Ranged
+from .messages import Found, Meta, Range, Ranged
 from .scale import STEPS, place, stretch_from, tie
 
-#: units are dealt out to so many resources, if there are: one each of a few, more of many
+#: units are divided among this many resources, if there are: few units get one each
 DEALT_TO = 32
-#: looking for some, then leaving wishes where idle ones would appear, and where others would
+#: the legs: searching, then leaving wishes where idle peers would appear, and where others would
 SEARCH, FOR_IDLE, FOR_OTHERS = range(3)
-#: that a question may visit, and two for each unit
+#: nodes that a question may visit, plus two for each unit
 NODES_MIN = 32
-#: nodes with which a wish is left, on each leg
+#: nodes at which a wish is left, on each leg
 WISHED_AT = 8
-#: with so many an answer is sent, and the rest as another part of it
+#: resources in one part of an answer
 ROWS_MAX = 12
 #: seconds of work that are worth a capture
 WORTH_S, TOGETHER_MAX = 0.005, 16
-#: where none was idle just now, so many nodes fewer are asked once more
+#: how many nodes fewer are asked in a row, if none was idle a moment ago
 DOUBT = 6
 GIVEN_MAX = 1024
 WALKS_MAX, PEERS_EACH, UNITS_EACH = 8, 16, 3
@@ -71,6 +73,10 @@ class _Asked:
             self.new.append(part)
             self.stir.set()
 
+    def take_new(self) -> list[Ranged]:
+        new, self.new = self.new, []
+        return new
+
     @property
     def over(self) -> bool:
         return any(p.last and len(self.parts) > p.part for p in self.parts.values())
@@ -89,9 +95,9 @@ class Questions:
         self._next_id = rng.getrandbits(48)
         self._asked: dict[int, _Asked] = {}
         self._dry_until = -1.0
-        self._hopeful = True  # there were idle ones when it was asked last
+        self._hopeful = True  # the last question found idle peers
         self._trip = RoundTrip()
-        # what was given to whom: a question may come twice
+        # what was given for which question, as it may come twice
         self._given: OrderedDict[tuple[bytes, int, float, bool], tuple[float, tuple[Found, ...]]]
         self._given = OrderedDict()
         self._walked: dict[tuple[bytes, int, int, float, bool], float] = {}
@@ -104,7 +110,7 @@ class Questions:
     # ----------------------------------------------------------------- asking
 
     def kind_of(self, needs: Needs) -> tuple[Needs, int]:
-        """Among which kind of peers units with these needs look for one; and how many meet them."""
+        """The kind of peers among which to look for these needs; and how many peers meet them."""
         here = self._members.here()
         if here is not self._here or len(self._kinds) > KINDS_KNOWN_MAX:
             self._here, self._kinds = here, {}
@@ -114,9 +120,9 @@ class Questions:
         return self._kinds[needs]
 
     def walks(self, needs: Needs, count: int, begun: int) -> list[int]:
-        """Into how many questions one for so many units is better divided, while so many are on
-        their way: a long walk takes time, but among few peers, or where none is idle, they would
-        meet; then all that has come up meanwhile is asked for together."""
+        """The units of each question, if a question for so many is divided while `begun` others are
+        on their way. One long walk takes time; but among few peers, or where none is idle, several
+        walks would meet: then all units that have come up meanwhile are asked for together."""
         peers = self._layer.kind(self.kind_of(needs)[0]).count
         most = max(1, min(WALKS_MAX, peers // PEERS_EACH)) - begun
         if self._now() < self._dry_until:
@@ -125,8 +131,8 @@ class Questions:
         return [count // walks + (i < count % walks) for i in range(walks)]
 
     def each(self, needs: Needs, count: int, runtime_s: float | None) -> int:
-        """How many of so many units one resource should get: what is soon done is not worth a
-        message for each."""
+        """How many of so many units one resource should get: short units are not worth a message
+        each."""
         peers = self._layer.kind(self.kind_of(needs)[0]).count
         dealt = max(1, -(-count // max(1, min(DEALT_TO, peers))))
         worth = 1 if runtime_s is None else math.ceil(WORTH_S / max(runtime_s, 1e-4))
@@ -140,23 +146,11 @@ class Questions:
         avoid: Iterable[bytes] = (),
         owner: str = "",
     ) -> AsyncIterator[tuple[Found, ...]]:
-        """The least loaded that should have room, each with how many units, as they are found; and
-        a wish for the rest is left wherever they would appear."""
+        """The least loaded resources that should have capacity, each with a number of units, as
+        they are found. For the rest, wishes are left where such resources would appear."""
         kind = self._layer.kind(self.kind_of(needs)[0])
         await self._layer.want(kind.needs)
-        self._next_id += 1
-        count = min(count, UNITS_MAX)
-        question = Range(
-            home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
-            each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
-            low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
-            nodes=min(self._own.walk_max, NODES_MIN + 2 * count), empty=0,
-            wait_s=self._own.wait_s, scale=self._layer.scale.version,
-            avoid=self.avoidable(needs, avoid), owner=owner,
-        )  # fmt: skip
-        question = self._stretch(kind, question, question.low)
-        if not self._hopeful:
-            question = question.model_copy(update={"empty": DOUBT})
+        question = self._question(kind, needs, min(count, UNITS_MAX), runtime_s, avoid, owner)
         asked = self._asked[question.id] = _Asked()
         began = self._now()
         try:
@@ -165,8 +159,7 @@ class Questions:
                 self._begin(kind, question.model_copy(update={"careful": careful}))
                 end = self._now() + (CAREFUL_S if careful else self._answer_s())
                 while asked.new or (not asked.over and await self._stirs(asked, end)):
-                    new, asked.new = asked.new, []
-                    for part in new:
+                    for part in asked.take_new():
                         yield part.rows
                 if asked.over:
                     break
@@ -176,12 +169,34 @@ class Questions:
         finally:
             del self._asked[question.id]
 
+    def _question(
+        self,
+        kind: ResourceKind,
+        needs: Needs,
+        count: int,
+        runtime_s: float | None,
+        avoid: Iterable[bytes],
+        owner: str,
+    ) -> Range:
+        self._next_id += 1
+        question = Range(
+            home=self._rpc.me.id, id=self._next_id, kind=kind.needs, needs=needs, count=count,
+            each=self.each(needs, count, runtime_s), queue=runtime_s is not None,
+            low=1.0 if self._now() < self._dry_until else 0.0, high=0.0, top=0.0, leg=SEARCH,
+            nodes=min(self._own.walk_max, NODES_MIN + 2 * count), empty=0,
+            wait_s=self._own.wait_s, scale=self._layer.scale.version,
+            avoid=self.avoidable(needs, avoid), owner=owner,
+        )  # fmt: skip
+        question = self._stretch(kind, question, question.low)
+        return question if self._hopeful else question.model_copy(update={"empty": DOUBT})
+
     def avoidable(self, needs: Needs, avoid: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Unless there are no others."""
+        """The peers to avoid; none if there are no others that meet the needs."""
         members = [self._members.get(peer) for peer in avoid]
-        found = [m for m in members if m and not unmet(m.capacity, m.traits, needs)]
-        there_are_others = len(found) < self.kind_of(needs)[1]
-        return tuple(sorted(m.contact.id for m in found))[:AVOID_MAX] if there_are_others else ()
+        matching = [m for m in members if m and not unmet(m.capacity, m.traits, needs)]
+        if len(matching) >= self.kind_of(needs)[1]:
+            return ()
+        return tuple(sorted(m.contact.id for m in matching))[:AVOID_MAX]
 
     async def _stirs(self, asked: _Asked, end: float) -> bool:
         try:
@@ -193,13 +208,13 @@ class Questions:
         return True
 
     def let_be(self, peer: bytes) -> None:
-        """It is not wanted after all: it says anew where it stands, as it was consumed."""
+        """A peer is not wanted after all: have it publish its molecule again, as before."""
         contact = self._members.contact(peer)
         if contact is not None:
             self._rpc.tell(contact, ReturnLeases(leases=()))
 
     def _answer_s(self) -> float:
-        """An answer takes no longer, as answers go; else it was lost on its way."""
+        """The timeout of an answer, by the round-trip times of recent ones."""
         trip, most = self._trip, self._own.answer_s
         wanted = 2 * (trip.smoothed_s + 4 * trip.deviation_s)
         return min(most, max(most / 8, wanted)) if trip.smoothed_s else most
@@ -208,7 +223,7 @@ class Questions:
         self._layer.adopt(message.scale)
         asked = self._asked.get(message.id)
         if asked is None:
-            for meta, _ in message.rows:  # nobody waits for it any more
+            for meta, _ in message.rows:  # the question is over
                 self.let_be(meta.peer)
         else:
             asked.add(message)
@@ -225,7 +240,7 @@ class Questions:
         self._layer.counts["asked"] += 1
         kind = self._layer.kind(message.kind)
         if message.careful and self._was_here(message):
-            return Done()  # its sender did not hear that, and has passed this node over
+            return Done()  # its sender missed the confirmation, and has passed this node over
         if message.nodes <= self._own.walk_max:
             self._walk_on(kind, message, self._given_to(kind, message))
         return Done()
@@ -256,33 +271,18 @@ class Questions:
         return rows
 
     def _give(self, kind: ResourceKind, message: Range, now: float) -> tuple[Found, ...]:
-        seam = kind.seam(self._layer.scale, self._rpc.me.id)
-        low, high = message.low, message.high
-        if message.again:
-            low = max(low, seam)
-        else:
-            high = min(high, seam)
         left = message.count
         rows: list[Found] = []
-        others = any(
-            wish.home != message.home and wish.until > now and wish.needs == message.needs
-            for wish in kind.stretch.wishes.values()
-        )
-        # (who asks does not take what others wait for here: it waits with them, and all in turn)
-        found = [] if others else kind.stretch.between(low, high, now)
-        for meta in found:
-            member = self._members.get(meta.peer)
-            if member is None or member.state != State.ALIVE or meta.peer in message.avoid:
-                continue
-            if unmet(member.capacity, member.traits, message.needs):
+        for meta in self._on_offer(kind, message, now):
+            if not left:
+                break
+            if not self._suits(meta, message):
                 continue
             count = room(meta, message.needs, min(left, message.each), message.queue)
             if count:
                 rows.append((meta, count))
                 self._layer.give(kind, meta, message.needs, count)
                 left -= count
-            if not left:
-                break
         if left and message.wait_s and message.leg != SEARCH:
             until = now + min(message.wait_s, self._own.wait_s)
             wish = Wish(
@@ -292,10 +292,33 @@ class Questions:
             kind.stretch.wish(wish, now)
         return tuple(rows)
 
+    def _on_offer(self, kind: ResourceKind, message: Range, now: float) -> list[Meta]:
+        """The molecules that this node holds of the range; none if other homes wait here with the
+        same needs: the question does not overtake them, but waits with them, and all in turn."""
+        others = any(
+            wish.home != message.home and wish.until > now and wish.needs == message.needs
+            for wish in kind.stretch.wishes.values()
+        )
+        if others:
+            return []
+        seam = kind.seam(self._layer.scale, self._rpc.me.id)
+        low, high = message.low, message.high
+        if message.again:
+            low = max(low, seam)
+        else:
+            high = min(high, seam)
+        return kind.stretch.between(low, high, now)
+
+    def _suits(self, meta: Meta, message: Range) -> bool:
+        member = self._members.get(meta.peer)
+        if member is None or member.state != State.ALIVE or meta.peer in message.avoid:
+            return False
+        return not unmet(member.capacity, member.traits, message.needs)
+
     # ----------------------------------------------------------------- going on
 
     def _walk_on(self, kind: ResourceKind, message: Range, given: tuple[Found, ...]) -> None:
-        """With what this node has given, to the next one, or back with all there is."""
+        """Send the question to the next node, with what this one gave; or answer it."""
         rows = message.rows + given
         left = message.count - sum(count for _, count in given)
         empty = 0 if given else message.empty + 1
@@ -323,7 +346,7 @@ class Questions:
         return message.model_copy(update={"part": message.part + 1, "rows": left})
 
     def _next(self, kind: ResourceKind, message: Range, at: bytes, gone_on: float) -> bool:
-        """From this node on. False: that was the last one."""
+        """Send the question on from this node. False: this was the last one."""
         goes_on = place(self._layer.scale, message.high) > kind.far(at) or gone_on < message.high
         enough = message.leg == SEARCH and message.empty >= self._patience(kind, message)
         if goes_on and message.nodes and not message.again and not enough:
@@ -334,9 +357,13 @@ class Questions:
             return True
         if message.leg == SEARCH and message.nodes:
             return self._search_on(kind, message, enough)
+        return self._wish_on(kind, message)
+
+    def _wish_on(self, kind: ResourceKind, message: Range) -> bool:
+        """The next leg: leave wishes. False: there is none."""
         if message.leg == FOR_OTHERS or not message.wait_s:
             return False
-        if message.rows:  # what there is may be captured meanwhile
+        if message.rows:  # so that these can be captured meanwhile
             message = self._answer(message, message.rows, last=False)
         low, high = (0.0, 1.0) if message.leg == SEARCH else (1.0, float(STEPS))
         update = {"leg": message.leg + 1, "low": low, "high": high, "nodes": WISHED_AT - 1}
@@ -344,14 +371,14 @@ class Questions:
         return True
 
     def _patience(self, kind: ResourceKind, message: Range) -> float:
-        """Nodes in a row that have nothing, before a stretch is left: not many of one with many."""
+        """Nodes in a row without anything before a stretch is left; fewer in a long stretch."""
         scale, most = self._layer.scale, self._own.empty_max
         share = place(scale, message.top) - place(scale, float(int(message.low)))
         return most if share * kind.count < most else most / 2
 
     def _search_on(self, kind: ResourceKind, message: Range, enough: bool) -> bool:
-        """Where a stretch ends."""
-        if message.low > int(message.low) and not enough:  # it began in the middle
+        """A stretch ends: go on with its first part, with the next stretch, or end the search."""
+        if message.low > int(message.low) and not enough:  # it started in the middle
             update = {"low": float(int(message.low)), "high": message.low}
             self._begin(kind, message.model_copy(update=update))
             return True
@@ -366,15 +393,15 @@ class Questions:
         return True
 
     def _stretch(self, kind: ResourceKind, message: Range, low: float) -> Range:
-        """The question for what is alike from this order on."""
+        """The question for the stretch of equal or of different values from this order on."""
         top, alike = stretch_from(self._layer.scale, low, kind.count)
-        if alike:  # whoever computes it: the same, should it be asked again
+        if alike:  # computed, not drawn, so that a repeated question starts at the same place
             seed = message.home + message.id.to_bytes(8, "big") + int(low).to_bytes(2, "big")
             low = int(low) + tie(seed)
         return message.model_copy(update={"low": low, "high": top, "top": top})
 
     def _begin(self, kind: ResourceKind, message: Range) -> None:
-        """Where its leg does."""
+        """Send the question to the node where its leg starts."""
         if self._layer.locate is None:
             self._begin_at(kind, message, kind.holder(self._layer.scale, message.low))
         else:

@@ -1,10 +1,10 @@
-"""Where on the ring a value lies: order is kept, and equal or skewed values are spread. Pure.
+"""The mapping of values to the ring, which keeps order and spreads equal or skewed values. Pure.
 
-A value (0 to 1, in steps) and a hash of the peer that has it make one number, its *order*: smaller
-values first, equal ones in an order of their own. A *scale* is a list of orders, from the least on,
-that divide what there is into equal parts; each part has as much of the ring as any other. So half
-of all peers with the same value lie on half of the ring, and the walk from one value to the next is
-what it would be if all values were different.
+A value (0 to 1, in steps) and a hash of its peer make one number, its *order*: smaller values come
+first, equal ones in an order of their own. A *scale* is a list of increasing orders that divide the
+molecules into equal parts; each part gets an equal share of the ring. So half of the peers lie on
+half of the ring even if all have the same value, and the walk from one value to the next is the
+same as if all values were different.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .messages import Scale
 STEPS = 1000
 TOP = STEPS + 1.0
 PARTS = 32
-#: nodes that those of one value lie on, for it not to matter with which of them one begins
+#: if a value is spread over this many nodes, a question may start at any of them
 WIDE = 3
-#: what is less than any that was seen has as much of the ring as this share of a part
+#: share of a part that orders below the lowest in the sample get of the ring
 BEFORE = 1 / 8
-#: of a part from one value to another, what belongs to the lower one
+#: share of a part between two values that belongs to the lower one
 OF_ONE = 0.9
-#: until anything is known: what is idle has two fifths of the ring, what is full two fifths
+#: the scale before anything is known: two fifths for idle peers, two fifths for full ones
 FIRST = Scale(0, (*(i / 13 for i in range(14)), *(1 + i * 999 / 6 for i in range(1, 6)),
                   *(STEPS + i / 13 for i in range(13))))  # fmt: skip
 
@@ -46,7 +46,7 @@ def value_of(order: float) -> float:
 
 
 def place(scale: Scale, order: float) -> float:
-    """Of the ring, from 0 to below 1; never less for a larger order."""
+    """The place on the ring, from 0 to below 1; it never decreases with the order."""
     points, order = scale.points, min(order, TOP - 1e-6)
     part = bisect_right(points, order)
     if not part:
@@ -54,15 +54,15 @@ def place(scale: Scale, order: float) -> float:
         return BEFORE * min(max(inside, 0.0), 0.999999) / (BEFORE + len(points))
     if part < len(points):
         inside = _inside(points[part - 1], points[part], order)
-    else:  # nobody knows what is there
+    else:  # above all points: the distribution is not known
         inside = (order - points[-1]) / (TOP - points[-1])
     inside = min(inside, 0.999999)
     return (BEFORE + part - 1 + inside) / (BEFORE + len(points))
 
 
 def _inside(low: float, high: float, order: float) -> float:
-    """How far an order is from the lower end of a part to the upper. Between two values there is
-    nothing, but for a tie: so those of the lower one have nearly all of the part."""
+    """The position of an order between the lower end of a part (0) and the upper end (1). Between
+    two values there is nothing but ties: so the lower value gets nearly all of the part."""
     end = min(high, int(low) + 1.0)
     if order <= end or end >= high:
         return (order - low) / (end - low) * (1.0 if end >= high else OF_ONE)
@@ -79,13 +79,13 @@ def _order_inside(low: float, high: float, inside: float) -> float:
 
 
 def key(start: bytes, scale: Scale, order: float) -> bytes:
-    """The place as an id; `start`: where the ring begins for this kind of value."""
+    """The place as an id; `start`: where the ring of this kind begins."""
     at = (int.from_bytes(start, "big") + int(place(scale, order) * SIZE)) % SIZE
     return at.to_bytes(len(start), "big")
 
 
 def order_at(scale: Scale, place: float) -> float:
-    """The other way round: the least order that does not lie before that place."""
+    """The inverse of `place`: the lowest order that does not lie before that place."""
     points, at = scale.points, place * (BEFORE + len(scale.points)) - BEFORE
     if at < 0 or not points:
         return (1 + at / BEFORE) * (points[0] if points else TOP)
@@ -97,8 +97,8 @@ def order_at(scale: Scale, place: float) -> float:
 
 
 def fit(version: int, sample: Iterable[float]) -> Scale | None:
-    """A scale for what these are a sample of; None: too few to say anything. Those of one value are
-    spread evenly, as ties are: how many have it is all that must be guessed."""
+    """A scale for the population of this sample; None if the sample is too small. Molecules of one
+    value are spread evenly, as their ties are: only their number must be estimated."""
     counts = Counter(int(min(STEPS, max(0.0, order))) for order in sample)
     total = sum(counts.values())
     if total < 4:
@@ -111,21 +111,21 @@ def fit(version: int, sample: Iterable[float]) -> Scale | None:
         while len(points) < parts and len(points) * total < (before + have) * parts:
             points.append(value + (len(points) * total / parts - before) / have)
         before += have
-    points.append(max(counts) + 1.0)  # what is more than any has a part, too: they are soon there
+    points.append(max(counts) + 1.0)  # a part above the largest value: molecules will be there soon
     return Scale(version, tuple(points))
 
 
 @lru_cache(maxsize=64)
 def wide(scale: Scale, nodes: int) -> tuple[int, ...]:
-    """Values which so many have that they lie on several of so many nodes."""
+    """Values that are so frequent that they are spread over several of these nodes."""
     values = {0, *(int(point) for point in scale.points if point < STEPS)}
-    found = (v for v in values if (place(scale, v + 1) - place(scale, v)) * nodes >= WIDE)
-    return tuple(sorted(found))
+    frequent = (v for v in values if (place(scale, v + 1) - place(scale, v)) * nodes >= WIDE)
+    return tuple(sorted(frequent))
 
 
 def stretch_from(scale: Scale, order: float, nodes: int) -> tuple[float, bool]:
-    """From an order on to which one the others are either all of one value, or of different ones;
-    and which of the two."""
+    """The end of the stretch that starts at an order, in which all molecules have one value, or all
+    have different ones; and whether it is one value."""
     values = wide(scale, nodes)
     at = bisect_right(values, order)
     if at and order < values[at - 1] + 1:
@@ -134,8 +134,8 @@ def stretch_from(scale: Scale, order: float, nodes: int) -> tuple[float, bool]:
 
 
 def skew(scale: Scale, sample: Iterable[float]) -> float:
-    """How much of the sample lies in the fullest eighth of the ring, times eight."""
+    """The share of the sample that lies in the fullest eighth of the ring, times eight."""
     counts = [0] * 8
-    for found in sample:
-        counts[int(place(scale, found) * 8)] += 1
+    for order in sample:
+        counts[int(place(scale, order) * 8)] += 1
     return 8 * max(counts) / max(1, sum(counts))

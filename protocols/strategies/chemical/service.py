@@ -1,4 +1,4 @@
-"""The part of a peer that takes part in the chemical space: its layer, its questions, captures."""
+"""The service of `chemical` at a peer: its part of the layer, its questions, and its captures."""
 
 from __future__ import annotations
 
