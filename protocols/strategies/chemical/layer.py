@@ -368,9 +368,7 @@ class Layer:
             return
         came = new.state == State.ALIVE and (old is None or old.boot != new.boot)
         speaker, newcomer = self._members.speaker, new.contact.id
-        if (
-            speaker == newcomer
-        ):  # it does not know yet that it is the speaker: the next one tells it
+        if speaker == newcomer:  # it does not know yet that it speaks: the next peer tells it
             speaker = self._members.following(newcomer, after=True)
         if came and speaker == self._rpc.me.id:
             about = self._about(self.scale)

@@ -55,8 +55,8 @@ SETTLED_S = 0.5  # after this a pilot has settled, even if no message said so
 SURPRISING = 0.02  # share of all pilots that had free capacity, unknown to the master
 MANY = 0.5  # share of all pilots that may have free capacity: then all are asked
 
-#: the owner that got least goes first, unless another owner's pilot holds half a MiB more of the
-#: files that its task reads
+#: the owner that got least goes first, unless a pilot holds half a MiB more of what another owner's
+#: task reads
 FAVOUR = 500.0
 #: lines with a deadline that are seated one after the other, before all the rest
 DUE_MAX = 16
@@ -377,7 +377,7 @@ class Master:
         return plain and all(map(self._rooms.get, pilots))
 
     def _are_many(self, asked: list[bytes], sweeping: bool) -> bool:
-        """So many are to be asked that all might as well be."""
+        """So many pilots are to be asked that all might as well be."""
         pilots = len(self._site.pilots())
         return len(asked) >= MANY * pilots and (pilots > 16 or len(asked) == pilots or sweeping)
 
@@ -592,7 +592,7 @@ class Master:
         return due[:DUE_MAX]
 
     def _landing(self, table: _Table, p: int, line: int, now: float) -> Landing:
-        """Notes that these units are assigned to that pilot."""
+        """Note that these units are assigned to that pilot."""
         pilot, order, count = table.bids[p].pilot, table.orders[line], table.assigned[p, line]
         order.assigned += count
         order.assigned_at = now

@@ -345,8 +345,7 @@ class Probe:
     ) -> list[Placed]:
         placed = []
         now = self._now()
-        roomy = [(-o.roominess(), self._rng.random(), o) for o in offers if o.now]
-        heapq.heapify(roomy)
+        roomy = self._by_roominess(offers)
         queues = _by_wait(offers) if everyone else []
         offering = sum(bool(o.leases) for o in offers)
         while (roomy or queues) and (unit := self._waiting.pop(group)) is not None:
@@ -360,6 +359,12 @@ class Probe:
         group.oldest_at = now if placed else group.oldest_at
         self._waiting.forget_if_empty(group)
         return placed
+
+    def _by_roominess(self, offers: list[_Offer]) -> list[tuple[float, float, _Offer]]:
+        """A heap of those that offer free capacity; a random number decides between equals."""
+        roomy = [(-o.roominess(), self._rng.random(), o) for o in offers if o.now]
+        heapq.heapify(roomy)
+        return roomy
 
     def _take_free(
         self, unit: Unit, roomy: list[tuple[float, float, _Offer]]
