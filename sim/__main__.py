@@ -19,7 +19,8 @@ from valence.workflow import strategies
 
 from .loop import run_out, with_fixed_hashes
 from .mutants import EXPECTED, MUTANTS, WORLDS, applied
-from .world import CROWD, CROWD_PEERS, FAULTS, Plan, WorldReport, simulate
+from .plan import CROWD, CROWD_PEERS, FAULTS, Plan, WorldReport
+from .world import simulate
 
 #: a run that takes so long in real time goes round in circles
 REAL_S_MAX = 120
@@ -38,7 +39,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 def one(plan: Plan) -> WorldReport:
     signal.signal(signal.SIGALRM, _too_long)
-    limit_s = REAL_S_MAX if plan.peers < CROWD_PEERS else CROWD_REAL_S_MAX
+    limit_s = CROWD_REAL_S_MAX if plan.crowded else REAL_S_MAX
     signal.alarm(limit_s)
     try:
         with applied(plan.mutant):
@@ -182,8 +183,7 @@ def main() -> int:
     if len(listed) == 1:
         plan = listed[0]
         report = next(iter(many([plan], 1)))[1] if not options.verbose else one(plan)
-        crowd = plan.peers >= CROWD_PEERS
-        if report.violation and not (options.verbose or options.whole or crowd):
+        if report.violation and not (options.verbose or options.whole or plan.crowded):
             print(f"seed {plan.seed} goes wrong; looking for a shorter run that does …")
             plan, report = shrink(plan, report, options.jobs)
         tell(report, plan, trace=not options.verbose)

@@ -20,6 +20,7 @@ from valence.protocols.records import Records
 from valence.protocols.wire.messages import Capacity, Contact, Hello, Member, Traits, Welcome
 from valence.protocols.wire.rpc import CallFailed, Rpc
 
+from .calls import ObservedRpc
 from .loop import NOBODY, Life
 
 
@@ -164,7 +165,7 @@ class SimPeer:
         self.network = network
         self.config = config
         self.rng = rng
-        self.rpc = Rpc(self.contact, wire, rng, config)
+        self.rpc = ObservedRpc(self.contact, wire, rng, config)
         wire.rpc = self.rpc
         wire.life = life
         self.capacity = capacity or Capacity(millicores=2000, memory_bytes=2**30)

@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 
 from chaos import owners
 from sim.loop import run_out
-from sim.world import Plan, World
+from sim.plan import Plan
+from sim.world import World
 from tests.conftest import Cluster
 from valence.display import Display
 from valence.peer import nursery

@@ -278,7 +278,7 @@ def test_a_call_to_nobody_fails_in_its_time_and_leaks_nothing() -> None:
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert not a.rpc._pending
+        assert not a.rpc.calls_pending
         await a.close()
 
     run(scenario())

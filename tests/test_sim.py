@@ -15,7 +15,8 @@ import pytest
 
 from sim.loop import run_out
 from sim.mutants import MUTANTS, applied
-from sim.world import FAULTS, Plan, World
+from sim.plan import FAULTS, Plan
+from sim.world import World
 from valence.protocols.consensus.keeping import Leadership
 from valence.protocols.consensus.membership_change import MembershipChange
 from valence.protocols.consensus.replica import Replica, next_epoch

@@ -136,6 +136,14 @@ class Rpc:
     def on(self, kind: type[R], handler: Handler[R]) -> None:
         self._handlers[kind] = cast(Handler[Message], handler)
 
+    @property
+    def calls_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def answers_kept(self) -> int:
+        return len(self._served)
+
     # ----------------------------------------------------------------- calling
 
     async def call(

@@ -1,0 +1,204 @@
+"""The users of a simulated world: they submit workflows, follow them, and cancel some.
+
+A user asks any peer that is up, tries again as a client would, and tells the ledger all that it was
+told. All choices are drawn from the world's own generator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from valence.protocols.consensus.placement import is_queued
+from valence.protocols.engine.answers import ApiError
+from valence.protocols.engine.gateway import Gateway
+
+from .host import Host
+from .ledger import FINAL
+
+if TYPE_CHECKING:
+    from .world import World
+
+OWNER = "somebody"
+SUBMISSIONS_MAX = 30  # of one workflow, until it is acknowledged
+ANSWER_S = 15.0
+RETRIED = (404, 409, 503, 507)  # statuses after which a user tries again
+
+Position = tuple[int, int]  # of an event: its entry, its index in that
+
+
+class Users:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = world.rng
+        # how often the home that has just acknowledged a submission dies
+        self._betrayal = self._rng.choice((0.0, 0.3))
+        if world.plan.replaced:
+            self._betrayal = 0.0  # so many die already
+        self.following: set[str] = set()
+        self.problem = "no answer"  # the last one that a user was told
+
+    async def run(self) -> None:
+        plan = self._world.plan
+        for number in range(plan.workflows):
+            self._world.spawn(self._submit(number))
+            await asyncio.sleep(self._rng.random() * 1.2 * plan.seconds / plan.workflows)
+
+    async def ask(self, host: Host, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        """The answer; None if none comes, or a problem after which a user would try again."""
+        if not host.up:
+            work.close()
+            return None
+        try:
+            return await host.do(work, limit_s)
+        except ApiError as problem:
+            self.problem = f"{problem.status}: {problem.detail}"
+            if problem.status not in RETRIED:
+                self._world.fail(f"a user is told {problem.status}: {problem.detail}")
+            return None
+
+    # ----------------------------------------------------------------- submitting
+
+    def _document(self, number: int, gangs: float) -> dict[str, Any]:
+        """A few layers of tasks; some take files from the layer above."""
+        rng, plan = self._rng, self._world.plan
+        tasks: dict[str, Any] = {}
+        above: list[str] = ["words"]
+        for layer in range(rng.randint(1, 4)):
+            made = []
+            for i in range(rng.randint(1, plan.width)):
+                size = rng.randint(2, 3) if rng.random() < gangs else 1
+                name = f"t{layer}.{i}" if size == 1 else f"t{layer}.{i}-{size}"
+                output = f"{'large' if rng.random() < 0.2 else 'small'}.{layer}.{i}"
+                tasks[name] = {
+                    "command": ["work", f"{rng.choice((0.05, 0.3, 1.0, 3.0)):g}"],
+                    "inputs": rng.sample(above, min(len(above), rng.randint(1, 2))),
+                    "outputs": [output if size == 1 else f"{output}.{{rank}}"],
+                    "peers": size,
+                    "retries": 5,
+                }
+                made += [output] if size == 1 else [f"{output}.{rank}" for rank in range(size)]
+            above = made
+        return {
+            "name": f"w{number}",
+            "strategy": plan.strategy,
+            "levels": "strict" if rng.random() < 0.2 else None,
+            "inputs": {"words": {"text": "hello"}},
+            "tasks": tasks,
+        }
+
+    async def _submit(self, number: int) -> None:
+        rng, queue = self._rng, self._world.queue
+        if queue is not None and rng.random() >= 0.7:
+            queue = None
+        document = self._document(number, 0.0 if queue is not None else self._world.plan.gangs)
+        text = json.dumps(document).encode()
+        tasks = sum(task["peers"] for task in document["tasks"].values())
+        key = f"key-{number}" if rng.random() < 0.3 else None
+        for _ in range(SUBMISSIONS_MAX):
+            host = self._any()
+            workflow = await self._submit_at(queue or host, text, tasks, key)
+            if workflow is not None:
+                await self._acknowledged(queue or host, workflow, tasks)
+                if key is not None and rng.random() < 0.5:  # did that get through?
+                    await self._submit_at(queue or self._any(), text, tasks, key)
+                self.following.add(workflow)
+                await self._follow(workflow)
+                self.following.discard(workflow)
+                return
+            await asyncio.sleep(rng.random())
+
+    async def _submit_at(self, host: Host, text: bytes, tasks: int, key: str | None) -> str | None:
+        """The workflow's id, once it is acknowledged."""
+        options: dict[str, Any] = {"idempotency": key} if key else {}
+        submission = host.enactment.gateway.submit(text, options, OWNER, False)
+        answer = await self.ask(host, submission, ANSWER_S)
+        if not isinstance(answer, tuple):
+            return None
+        workflow: str = answer[0]
+        self._world.guard(lambda: self._world.ledger.accepts(workflow, tasks, key))
+        return workflow
+
+    async def _acknowledged(self, host: Host, workflow: str, tasks: int) -> None:
+        world = self._world
+        world.say(f"peer {host.index} acknowledges {workflow}, {tasks} tasks")
+        if host is world.queue:
+            return  # the only one that has it: see the fault `queue`
+        if self._rng.random() < self._betrayal and not world.faults.over.is_set():
+            await world.faults.betray(host)
+
+    # ----------------------------------------------------------------- following
+
+    async def _follow(self, workflow: str) -> None:
+        """Watch it through this peer or that one; now and then, cancel it."""
+        rng = self._rng
+        position: Position = (-1, -1)
+        cancel, over = rng.random() < 0.15, False
+        while not over:
+            host = self._host_for(workflow)
+            gateway = host.enactment.gateway
+            await asyncio.sleep(rng.random())
+            if cancel and rng.random() < 0.1 and host.up:
+                cancel = not await self._cancel(host, gateway, workflow)
+            elif not host.up:
+                continue
+            elif rng.random() < 0.2:
+                await self._look_at(host, gateway, workflow)
+            else:
+                position, over = await self._read_events(host, gateway, workflow, position)
+        state = ""
+        while state not in FINAL:  # a home that was cut off may not know of the end yet
+            host = self._host_for(workflow)
+            question = host.enactment.gateway.ask("", workflow, "workflow")
+            view = await self.ask(host, question, ANSWER_S)
+            state = view["state"] if isinstance(view, dict) else ""
+            await asyncio.sleep(0.5)
+        self._tells(workflow, state)
+
+    async def _cancel(self, host: Host, gateway: Gateway, workflow: str) -> bool:
+        view = await self.ask(host, gateway.ask("", workflow, "cancel"), ANSWER_S)
+        if not isinstance(view, dict):
+            return False
+        self._world.ledger.cancelled.add(workflow)
+        self._world.say(f"peer {host.index} acknowledges the cancel of {workflow}")
+        return True
+
+    async def _look_at(self, host: Host, gateway: Gateway, workflow: str) -> None:
+        view = await self.ask(host, gateway.ask("", workflow, "workflow"), ANSWER_S)
+        if isinstance(view, dict):
+            self._tells(workflow, view["state"])
+
+    async def _read_events(
+        self, host: Host, gateway: Gateway, workflow: str, position: Position
+    ) -> tuple[Position, bool]:
+        """Read the next events: the position behind them, and whether that is the end."""
+        question = gateway.ask("", workflow, "events", after=position, wait_s=3.0)
+        page = await self.ask(host, question, 20.0)
+        if not isinstance(page, dict):
+            return position, False
+        for event in page["events"]:
+            seq, _, index = event["id"].partition(".")
+            place = (int(seq), int(index))
+            if place <= position:
+                self._world.fail(f"{workflow}: event {event['id']} comes after {position}")
+            position = place
+            if event.get("final"):
+                self._tells(workflow, event["state"])
+        return position, page["over"]
+
+    def _tells(self, workflow: str, state: str) -> None:
+        self._world.guard(lambda: self._world.ledger.tells(workflow, state))
+
+    def _host_for(self, workflow: str) -> Host:
+        queue = self._world.queue
+        return queue if queue is not None and is_queued(workflow) else self._any()
+
+    def _any(self) -> Host:
+        """A host that is up, unless all have crashed at once: then nobody answers."""
+        for _ in range(1000):
+            host = self._rng.choice(self._world.hosts)
+            if host.up:
+                break
+        return host
