@@ -1,8 +1,7 @@
-"""What the engine is handed by the daemon, or by the simulator: a disk, files, a place to run
-things.
+"""Interfaces of what the engine is handed: a disk, files, and processes that run attempts.
 
-Each interface names just what is used of it. `peer/` answers with SQLite, a directory and
-processes, `sim/` with a disk that fails and work that takes virtual time.
+Each interface names only what the engine uses. `peer/` implements them with SQLite, a directory and
+processes; `sim/` with a disk that fails and work that takes virtual time.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from .wire.messages import Moved, Outcome, Work
 
 
 class DatabaseError(Exception):
-    """It could not be written: the disk is full or broken."""
+    """A write failed: the disk is full or broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A workflow of which a copy is on this disk."""
+    """A workflow whose journal has a copy on this disk."""
 
     id: str
     name: str
@@ -41,16 +40,18 @@ class JournalStorage(ReplicaStorage, Protocol):
     """Journals as keepers write them, and as users ask about them."""
 
     def listed(self, before: str, limit: int, state: str, owner: str) -> list[Listed]:
-        """Newest first. `before`: time and id of the last one of the page before, or nothing."""
+        """Newest first. `before`: time and id of the previous page's last workflow, or empty."""
 
     def keepers(self, workflow: str) -> tuple[bytes, ...]:
-        """Of one that is over, and of which a copy is here."""
+        """The keepers of a workflow that is over and has a copy here."""
 
     def is_over(self, workflow: str) -> bool:
-        """A copy is here, and its end counts."""
+        """Whether a copy is here, and its end is committed."""
 
     async def forget(self, before: float, tombstones_before: float) -> int:
-        """Workflows that ended before then, with all their entries; and how many those were."""
+        """Delete workflows that ended before then, with all their entries; returns how many.
+
+        `tombstones_before`: the same for what is remembered of copies that were given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class OutboxStorage(Protocol):
     def rows(self) -> list[OutboxRow]: ...
 
     async def write(self, rows: Sequence[OutboxRow], settled: Sequence[int]) -> None:
-        """New rows, and those that may go; all of it or nothing, or `DatabaseError`."""
+        """Write new rows and delete the settled ones: all of it, or nothing and `DatabaseError`."""
 
 
 # --------------------------------------------------------------------------- files
@@ -77,53 +78,53 @@ class Blobs(BlobStore, Protocol):
 
     cache: Cache
     on_gone: Callable[[bytes], None]
-    #: asks whoever may know of something that is not wanted any more
+    #: asks the homes of workflows for files that nobody wants any more
     on_pressure: Callable[[], Awaitable[None]]
 
     @property
     def blob_bytes_max(self) -> int: ...
 
-    def hold(self, hash: bytes, hold: str) -> bool: ...
+    def hold(self, digest: bytes, hold: str) -> bool: ...
     def release(self, hold: str, hashes: Iterable[bytes]) -> None: ...
-    def touch(self, hash: bytes) -> None: ...
+    def touch(self, digest: bytes) -> None: ...
     def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]: ...
     def make_room(self, size: int) -> contextlib.AbstractAsyncContextManager[Reservation]: ...
     async def put(self, data: bytes, hold: str = ...) -> bytes: ...
     async def put_many(
-        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
+        self, blobs: list[tuple[bytes, bytes]], room: Reservation | None = None
     ) -> None: ...
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]: ...
-    def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]: ...
+    def chunks(self, digest: bytes, start: int, end: int) -> AsyncIterator[bytes]: ...
 
     async def make_up(self, name: str, size: int, hold: str) -> tuple[bytes, int]:
-        """An input of a recorded workflow, whose content nobody knows: its hash and size."""
+        """Make up an input of a recorded workflow, whose content is unknown: its hash and size."""
 
 
 class StorageError(BlobError):
-    """From outside the cluster: it can't be read, or can't be written."""
+    """A file outside the cluster could not be read or written."""
 
     status = 502
 
     def __init__(self, text: str, passing: bool = False) -> None:
         super().__init__(text)
-        self.passing = passing  # another try may help
+        self.passing = passing  # a retry may help
 
 
 class StorageElements(Protocol):
-    """Where files come from and go to outside the cluster."""
+    """Storage outside the cluster, which files come from and go to."""
 
     async def bring(self, url: str, hold: str) -> tuple[bytes, int]: ...
-    async def deliver(self, hash: bytes, url: str, owner: str) -> None: ...
+    async def deliver(self, digest: bytes, url: str, owner: str) -> None: ...
 
 
 # --------------------------------------------------------------------------- attempts
 
 
 class NurseryGone(Exception):
-    """The process that starts and watches all others has ended; another one is being started."""
+    """The process that starts and watches all others has ended; it is being started again."""
 
 
-#: None: the worker has ended without an answer
+#: a worker's answer; None if it ended without one
 Reply = dict[str, Any] | None
 
 
@@ -140,7 +141,7 @@ class Worker(Protocol):
 class Processes(Protocol):
     @property
     def losses(self) -> int:
-        """Of nurseries, so far."""
+        """Nurseries lost so far."""
 
     def idle_worker(self, owner: str) -> Worker | None: ...
     def give_back(self, worker: Any) -> None: ...
@@ -148,22 +149,22 @@ class Processes(Protocol):
 
 
 class Attempt(Protocol):
-    """One run of a task, from its inputs to its outputs. It returns the fields of an outcome."""
+    """One run of a task, from its inputs to its outputs; its result is the fields of an outcome."""
 
     @property
     def plain(self) -> bool:
-        """A call that needs nothing but an idle worker."""
+        """Whether it is a call that needs nothing but an idle worker."""
 
     async def run(self) -> dict[str, Any]: ...
     def request(self, place: str) -> dict[str, Any]: ...
     def short(self, answer: dict[str, Any]) -> dict[str, Any] | None: ...
     async def take(self, answer: dict[str, Any]) -> dict[str, Any]: ...
-    async def too_much(self, id: int) -> tuple[str, str]: ...
+    async def too_much(self, pid: int) -> tuple[str, str]: ...
     def too_much_on_disk(self) -> tuple[str, str]: ...
 
 
 class Launcher(Protocol):
-    """Where attempts run: real processes, or simulated ones."""
+    """Starts attempts: real processes, or simulated ones."""
 
     @property
     def pid(self) -> int: ...

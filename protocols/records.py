@@ -1,12 +1,12 @@
 """Records: small replicated values under a key, each with an owner, a version and an expiry.
 
 Rules:
-- Under one key every owner has a record of its own: writing appends, and never replaces another's.
-- Of one owner's record the highest version holds; an equal one can only lengthen its life. So a
-  stale holder's copy never replaces a newer one, however late it comes.
-- A record lives as long as its owner republishes it. On the wire stands what is left to live.
-- The peers closest to a key keep it; a peer that joins among them is handed the records, and one
-  that leaves hands them on.
+- Under one key every owner has a record of its own: a write never replaces another owner's record.
+- The highest version of an owner's record wins; an equal version can only extend its life. So a
+  stale copy never replaces a newer one, however late it arrives.
+- A record lives as long as its owner republishes it. The wire carries its remaining life.
+- The peers closest to a key keep its records. A peer that joins among them is handed the records;
+  one that leaves hands them on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _StoredRecord:
 
 
 class RecordStore:
-    """What this peer keeps for others. Pure."""
+    """The records that this peer keeps for others. Pure."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class RecordStore:
         self.count = 0
 
     def put(self, record: Record, now: float) -> bool:
-        """False if there is no room."""
+        """Store a record, unless a newer one is here; False if a limit refuses it."""
         owners = self._keys.get(record.key, {})
         old = owners.get(record.owner)
         expires_at = now + min(record.ttl_s, self._config.record_ttl_s)
@@ -59,18 +59,22 @@ class RecordStore:
             if (record.version, expires_at) > (old.version, old.expires_at):
                 owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
             return True
-        if self.count >= self._config.records_max:
-            self.expire(now)
-        if (
-            self.count >= self._config.records_max
-            or len(owners) >= self._config.owners_per_key_max
-            or len(record.value) > self._config.record_bytes_max
-        ):
+        if not self._fits(record, len(owners), now):
             return False
         self._keys[record.key] = owners
         owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
         self.count += 1
         return True
+
+    def _fits(self, record: Record, owners: int, now: float) -> bool:
+        config = self._config
+        if self.count >= config.records_max:
+            self.expire(now)
+        return (
+            self.count < config.records_max
+            and owners < config.owners_per_key_max
+            and len(record.value) <= config.record_bytes_max
+        )
 
     def get(self, key: bytes, now: float) -> list[Record]:
         return [
@@ -93,7 +97,7 @@ class RecordStore:
 
 
 class Records:
-    """The service: publish own records, fetch others', hand over."""
+    """The service: publishes this peer's own records, fetches others', and hands records over."""
 
     def __init__(self, rpc: Rpc, overlay: Overlay, rng: random.Random, config: Config) -> None:
         self.store = RecordStore(config)
@@ -101,33 +105,33 @@ class Records:
         self._overlay = overlay
         self._rng = rng
         self._config = config
-        self._mine: dict[bytes, tuple[int, bytes]] = {}
+        self._published: dict[bytes, tuple[int, bytes]] = {}
         self._newcomers: dict[bytes, Contact] = {}
-        self._came = asyncio.Event()
+        self._joined = asyncio.Event()
         rpc.on(StoreRecords, self._store_records)
         rpc.on(FetchRecords, self._fetch_records)
 
     async def publish(self, values: dict[bytes, bytes], version: int) -> None:
-        """Make these this peer's records, until `withdraw` or until many newer ones came."""
+        """Publish these, and republish them until `withdraw`, or until many newer ones follow."""
         for key, value in values.items():
-            self._mine.pop(key, None)  # the newest last
-            self._mine[key] = (version, value)
-        while len(self._mine) > self._config.published_max:
-            del self._mine[next(iter(self._mine))]
+            self._published.pop(key, None)  # so that the newest is last
+            self._published[key] = (version, value)
+        while len(self._published) > self._config.published_max:
+            del self._published[next(iter(self._published))]
         await self._send(list(values))
 
     async def withdraw(self, keys: list[bytes], version: int) -> None:
-        """An empty value of a higher version, which is not published again, so it expires."""
+        """Replace records by an empty value of a higher version, which is not republished and expires."""
         for key in keys:
-            self._mine[key] = (version, b"")
+            self._published[key] = (version, b"")
         await self._send(keys)
         for key in keys:
-            self._mine.pop(key, None)
+            self._published.pop(key, None)
 
     async def fetch(self, key: bytes) -> list[Record]:
-        """Every owner's newest record under the key, as the closest peers have them."""
+        """Every owner's newest record under the key, as the closest peers have it."""
         peers = await self._overlay.find(key)
-        found: dict[bytes, Record] = {}
+        newest: dict[bytes, Record] = {}
         message = FetchRecords(keys=(key,))
         answers = await asyncio.gather(
             *(self._rpc.call(p, message, FetchedRecords, 1.0) for p in peers),
@@ -136,29 +140,31 @@ class Records:
         for answer in answers:
             if isinstance(answer, FetchedRecords):
                 for record in answer.records:
-                    old = found.get(record.owner)
+                    old = newest.get(record.owner)
                     if record.key == key and (old is None or record.version > old.version):
-                        found[record.owner] = record
-        return [record for record in found.values() if record.value]
+                        newest[record.owner] = record
+        return [record for record in newest.values() if record.value]
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._config.republish_s * (0.75 + 0.5 * self._rng.random()))
             self.store.expire(self._now())
-            await self._send(list(self._mine))
+            await self._send(list(self._published))
 
     def joined(self, newcomer: Contact) -> None:
-        """A peer is here: see `hand_over`."""
+        """A peer has joined: see `hand_over`."""
         if self.store.count and len(self._newcomers) < self._config.members_max:
             self._newcomers[newcomer.id] = newcomer
-            self._came.set()
+            self._joined.set()
 
     async def hand_over(self) -> None:
-        """Give each newcomer what it is now among the closest for. Runs for ever."""
+        """Give each newcomer the records of the keys that it is now among the closest to.
+
+        Runs for ever."""
         while True:
-            await self._came.wait()
-            await asyncio.sleep(self._config.hand_over_s)  # one seldom comes alone
-            self._came.clear()
+            await self._joined.wait()
+            await asyncio.sleep(self._config.hand_over_s)  # a peer seldom joins alone
+            self._joined.clear()
             newcomers, self._newcomers = self._newcomers, {}
             table, count, now = self._overlay.table, self._config.lookup_wanted, self._now()
             keys = self.store.kept_keys()
@@ -171,21 +177,21 @@ class Records:
             await asyncio.gather(*work)
 
     async def hand_on(self) -> None:
-        """This peer leaves: give all it keeps to those who are closest without it."""
+        """Before this peer leaves: give every record it keeps to the peers closest without it."""
         now = self._now()
         batches: dict[bytes, tuple[Contact, list[Record]]] = {}
         for key in self.store.kept_keys():
             records = self.store.get(key, now)
             for contact in self._overlay.table.closest(key, self._config.lookup_wanted):
                 batches.setdefault(contact.id, (contact, []))[1].extend(records)
-        await asyncio.gather(*(self._store_at(c, found) for c, found in batches.values()))
+        await asyncio.gather(*(self._store_at(c, records) for c, records in batches.values()))
 
     async def _send(self, keys: list[bytes]) -> None:
         batches: dict[bytes, tuple[Contact, list[Record]]] = {}
         for key in keys:
-            if key not in self._mine:
+            if key not in self._published:
                 continue
-            version, value = self._mine[key]
+            version, value = self._published[key]
             record = Record(
                 key=key,
                 owner=self._rpc.me.id,
@@ -195,7 +201,7 @@ class Records:
             )
             for contact in await self._overlay.find(key):
                 batches.setdefault(contact.id, (contact, []))[1].append(record)
-        await asyncio.gather(*(self._store_at(c, found) for c, found in batches.values()))
+        await asyncio.gather(*(self._store_at(c, records) for c, records in batches.values()))
 
     async def _store_at(self, contact: Contact, records: list[Record]) -> None:
         for start in range(0, len(records), BATCH_RECORDS):
@@ -203,7 +209,7 @@ class Records:
             try:
                 await self._rpc.call(contact, message, StoredRecords)
             except CallFailed:
-                return  # two more holders have them, and they are published again
+                return  # two other holders have them, and they are republished
 
     def _store_records(self, sender: Contact, message: StoreRecords) -> StoredRecords:
         now = self._now()

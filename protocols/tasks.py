@@ -1,4 +1,4 @@
-"""Work that goes on by itself, and ends with its owner."""
+"""Background tasks, which end with their owner."""
 
 from __future__ import annotations
 
