@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from .config import Config
@@ -59,20 +60,20 @@ class RecordStore:
             if (record.version, expires_at) > (old.version, old.expires_at):
                 owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
             return True
-        if not self._fits(record, len(owners), now):
+        if not self._fits(record, owners, now):
             return False
         self._keys[record.key] = owners
         owners[record.owner] = _StoredRecord(record.version, expires_at, record.value)
         self.count += 1
         return True
 
-    def _fits(self, record: Record, owners: int, now: float) -> bool:
+    def _fits(self, record: Record, owners: Sized, now: float) -> bool:
         config = self._config
         if self.count >= config.records_max:
             self.expire(now)
         return (
             self.count < config.records_max
-            and owners < config.owners_per_key_max
+            and len(owners) < config.owners_per_key_max
             and len(record.value) <= config.record_bytes_max
         )
 
@@ -121,7 +122,7 @@ class Records:
         await self._send(list(values))
 
     async def withdraw(self, keys: list[bytes], version: int) -> None:
-        """Replace records by an empty value of a higher version, which is not republished and expires."""
+        """Replace records by empty ones of a higher version, which are not republished and expire."""
         for key in keys:
             self._published[key] = (version, b"")
         await self._send(keys)

@@ -687,7 +687,7 @@ def test_what_a_peer_publishes_is_bounded() -> None:
         (peer,) = await cluster(Network(1), 1, replace(LAN, published_max=5))
         for number in range(9):
             await peer.records.publish({key_of("home", str(number)): b"x"}, version=1)
-        kept = [n for n in range(9) if key_of("home", str(n)) in peer.records._mine]
+        kept = [n for n in range(9) if key_of("home", str(n)) in peer.records._published]
         assert kept == [4, 5, 6, 7, 8]
         await peer.close()
 
