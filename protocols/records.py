@@ -122,7 +122,7 @@ class Records:
         await self._send(list(values))
 
     async def withdraw(self, keys: list[bytes], version: int) -> None:
-        """Replace records by empty ones of a higher version, which are not republished and expire."""
+        """Replace records by empty ones of a higher version, which expire."""
         for key in keys:
             self._published[key] = (version, b"")
         await self._send(keys)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from .messages import BY_NUMBER, CHECKED_MEMBER, Member, Message
 
 VERSION = 2
-#: values within values
+#: how deep values are nested in values, at most
 VALUES_DEEP_MAX = 8
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ T = TypeVar("T")
 class FrameKind(IntEnum):
     REQUEST = 0
     REPLY = 1
-    TELL = 2  # wants no answer
-    WORKING = 3  # "I have your request and am at it": the caller waits longer
+    TELL = 2  # needs no answer
+    WORKING = 3  # "I have your request and am serving it": the caller waits longer
 
 
 class Malformed(ValueError):
-    pass
+    """Bytes that are no envelope of this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Envelope:
     message: Message | None
 
 
-def encode(kind: FrameKind, id: int, message: Message | None) -> bytes:
-    row: list[Any] = [VERSION, int(kind), id]
+def encode(kind: FrameKind, call_id: int, message: Message | None) -> bytes:
+    row: list[Any] = [VERSION, int(kind), call_id]
     if message is not None:
         row.append(message.number)
         row.extend(message.__dict__.values())
@@ -50,14 +50,7 @@ def encode(kind: FrameKind, id: int, message: Message | None) -> bytes:
 
 
 def decode(data: bytes) -> Envelope:
-    try:
-        row = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise Malformed(f"not msgpack: {type(error).__name__}") from None
-    if not isinstance(row, tuple) or len(row) < 3 or row[0] != VERSION:
-        raise Malformed("not an envelope of this version")
-    if type(row[1]) is not int or type(row[2]) is not int or not 0 <= row[1] <= 3:
-        raise Malformed("not an envelope")
+    row = _unpacked(data)
     kind = FrameKind(row[1])
     if kind is FrameKind.WORKING:
         return Envelope(kind, row[2], None)
@@ -69,6 +62,19 @@ def decode(data: bytes) -> Envelope:
         return Envelope(kind, row[2], _checked(cls.model_validate, fields))
     except (ValidationError, RecursionError) as error:
         raise Malformed(f"{cls.__name__}: {_first(error)}") from None
+
+
+def _unpacked(data: bytes) -> tuple[Any, ...]:
+    """An envelope's row: its version, kind and id are as they should be."""
+    try:
+        row = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise Malformed(f"not msgpack: {type(error).__name__}") from None
+    if not isinstance(row, tuple) or len(row) < 3 or row[0] != VERSION:
+        raise Malformed("not an envelope of this version")
+    if type(row[1]) is not int or type(row[2]) is not int or not 0 <= row[1] <= 3:
+        raise Malformed("not an envelope")
+    return row
 
 
 def pack_member(member: Member) -> bytes:
@@ -84,28 +90,28 @@ def read_member(packed: bytes) -> Member:
         raise Malformed(f"not a member: {type(error).__name__}") from None
 
 
-def _checked(check: Callable[[Any], T], found: Any) -> T:
-    """Less what a newer version has added at the end of values: it is not for us."""
+def _checked(check: Callable[[Any], T], value: Any) -> T:
+    """Check a value, without the fields that a newer version has added at the end of values."""
     for _ in range(VALUES_DEEP_MAX):
         try:
-            return check(found)
+            return check(value)
         except ValidationError as error:
-            ends = _news(error)
+            ends = _longer(error)
             if not ends:
                 raise
             for at in sorted(ends, key=len, reverse=True):  # the innermost first
-                found = _shortened(found, at, ends[at])
-    return check(found)
+                value = _shortened(value, at, ends[at])
+    return check(value)
 
 
-def _news(error: ValidationError) -> dict[tuple[Any, ...], int]:
-    """Values that are longer than we know, and how long we know them; none if more is wrong."""
+def _longer(error: ValidationError) -> dict[tuple[Any, ...], int]:
+    """Values longer than this version knows, and their known length; none if more is wrong."""
     ends: dict[tuple[Any, ...], int] = {}
-    for found in error.errors(include_url=False, include_input=False):
-        place, context = found["loc"], found.get("ctx", {})
-        if found["type"] == "too_long" and context.get("field_type") == "NamedTuple":
+    for problem in error.errors(include_url=False, include_input=False):
+        place, context = problem["loc"], problem.get("ctx", {})
+        if problem["type"] == "too_long" and context.get("field_type") == "NamedTuple":
             at, end = place, int(context["max_length"])
-        elif found["type"] == "unexpected_positional_argument":  # pydantic before 2.14
+        elif problem["type"] == "unexpected_positional_argument":  # pydantic before 2.14
             at, end = place[:-1], int(place[-1])
         else:
             return {}
@@ -124,6 +130,6 @@ def _shortened(value: Any, place: tuple[Any, ...], end: int) -> Any:
 
 def _first(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        found = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+        problem = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     return type(error).__name__

@@ -1,13 +1,13 @@
-"""What a journal says: every kind of entry, together, and the only code that packs or reads one.
+"""The entries of journals: every kind, and the only code that packs or reads one.
 
 On the disk and on the wire an entry is its kind and its fields by name, as msgpack; a row in it is
 a list. The rules are those of messages: a field may be added with a default, a column at the end of
-a row; no kind, field or column is ever removed, renamed, moved, or given another meaning, as a
-journal that was written years ago must lead where it led. A field that is None is not written.
+a row; no kind, field or column is ever removed, renamed, moved, or given another meaning, because a
+journal written years ago must still lead to the same state. A field that is None is not written.
 
-An entry says what was decided, and applying it is a matter of arithmetic: whoever reads a journal,
-today or after a crash, comes to the same state. Entries are checked when they are made and when
-they are read; what follows may rely on them.
+An entry says what was decided, and applying it needs no further decision: everybody who reads a
+journal, today or after a crash, comes to the same state. Entries are checked by their types when
+they are made, and by pydantic when they are read; all other code may rely on them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .messages import Hash, Natural, Outcome, PeerId
 
 KEEPERS_MAX = 9
 Keepers = Annotated[tuple[PeerId, ...], Field(max_length=KEEPERS_MAX)]
-#: the state of a journal that has only a part of its submission, and was never acknowledged
+#: the state of a journal with only a part of its submission, which was never acknowledged
 VOID = "void"
 
 
 class EntryError(ValueError):
-    """An entry that this version can't read."""
+    """An entry that this version cannot read."""
 
 
 class Journaled:
-    """One entry's content."""
+    """The content of one entry."""
 
     kind: ClassVar[str] = ""
 
@@ -56,7 +56,7 @@ class StagedFile(NamedTuple):
 
 
 class InputReason(NamedTuple):
-    """An input, and what became of it."""
+    """An input, and why it is lost or could not be brought."""
 
     name: str
     reason: str
@@ -65,24 +65,24 @@ class InputReason(NamedTuple):
 class StartedAttempt(NamedTuple):
     task: str
     number: Natural
-    peer: PeerId  # whom it was given to
+    peer: PeerId  # the one that it was given to
     boot: Natural  # of that peer
 
 
 class FinishedAttempt(NamedTuple):
     outcome: Outcome
-    peer: PeerId  # who said so
+    peer: PeerId  # the one that reported it
     verdict: str  # what it means for its task: succeeded, failed, retrying or returned
 
 
 class LostAttempt(NamedTuple):
-    """It will not report."""
+    """An attempt that will not report."""
 
     task: str
     number: Natural
     reason: str
     verdict: str  # failed or retrying
-    begun: bool  # as far as its home knows: else it does not count against its task
+    begun: bool  # as far as its home knows; if not, the loss does not count against its task
 
 
 class SkippedTask(NamedTuple):
@@ -103,7 +103,7 @@ class CopiedFile(NamedTuple):
 
 class DeliveredFile(NamedTuple):
     name: str
-    reason: str  # why it could not be; empty: it was
+    reason: str  # why it could not be delivered; empty if it was
 
 
 # --------------------------------------------------------------------------- the journal's own
@@ -111,7 +111,7 @@ class DeliveredFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepersChosen(Journaled):
-    """Who keeps this journal, from here on. The first entry of any."""
+    """The keepers of this journal from here on. The first entry of every journal."""
 
     kind: ClassVar[str] = "keepers"
 
@@ -125,13 +125,13 @@ class HomeElected(Journaled):
     kind: ClassVar[str] = "home"
 
     home: PeerId
-    epoch: Natural  # as people are told it
+    epoch: Natural  # as it is shown to users
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HomeForced(Journaled):
-    """A home goes on without a majority, which is lost: from its own copy, with other keepers."""
+    """A home goes on from its own copy, with other keepers, because a majority is lost."""
 
     kind: ClassVar[str] = "forced"
 
@@ -139,7 +139,7 @@ class HomeForced(Journaled):
     epoch: Natural
     why: str
     keepers: Keepers
-    committed: Natural  # entries that counted by then, as far as it knows
+    committed: Natural  # entries that were committed by then, as far as it knows
 
 
 # --------------------------------------------------------------------------- the submission
@@ -153,7 +153,7 @@ class Submitted(Journaled):
     owner: str
     tasks: Natural
     options: str  # JSON
-    parts: Annotated[int, Field(ge=1)] = 1  # entries that the document takes, this one included
+    parts: Annotated[int, Field(ge=1)] = 1  # entries that hold the document, this one included
     zipped: bool
     document: bytes  # or its first part
 
@@ -170,7 +170,7 @@ class DocumentPart(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class InputsStaged(Journaled):
-    """Inputs were brought to the home, or could not be."""
+    """Inputs were brought to the home; some may have failed."""
 
     kind: ClassVar[str] = "staged"
 
@@ -180,7 +180,7 @@ class InputsStaged(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class InputsLost(Journaled):
-    """All that held these are gone: they are brought in again."""
+    """Every peer that held these inputs is gone: they are brought in again."""
 
     kind: ClassVar[str] = "unstaged"
 
@@ -189,7 +189,7 @@ class InputsLost(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class FilesCopied(Journaled):
-    """These have another holder."""
+    """Files that have one more holder."""
 
     kind: ClassVar[str] = "copied"
 
@@ -198,7 +198,7 @@ class FilesCopied(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class FilesDelivered(Journaled):
-    """Results were written to where their document wants them, or can't be."""
+    """Results were written to where their document wants them, or cannot be."""
 
     kind: ClassVar[str] = "delivered"
 
@@ -210,22 +210,22 @@ class FilesDelivered(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptsStarted(Journaled):
-    """Attempts were given to peers, all for one reason."""
+    """Attempts were given to peers, all by the same placement."""
 
     kind: ClassVar[str] = "started"
 
-    placement: dict[str, Any]  # see `protocols.strategy.Placement`
+    placement: dict[str, Any]  # see `protocols.strategies.base.Placement`
     attempts: tuple[StartedAttempt, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptsFinished(Journaled):
-    """Outcomes that count, and what they mean for their tasks."""
+    """Outcomes that are accepted, and what they mean for their tasks."""
 
     kind: ClassVar[str] = "finished"
 
     outcomes: tuple[FinishedAttempt, ...]
-    memory: dict[str, Natural] | None = None  # task → what a policy gives it from now on
+    memory: dict[str, Natural] | None = None  # task → bytes that a policy gives it from now on
     instead: tuple[str, ...] | None = None  # tasks that go on in their next alternative
 
 
@@ -238,7 +238,7 @@ class AttemptsLost(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class TasksSkipped(Journaled):
-    """Tasks that will never run, or never again."""
+    """Tasks that will not run, or not again."""
 
     kind: ClassVar[str] = "skipped"
 
@@ -247,12 +247,12 @@ class TasksSkipped(Journaled):
 
 @dataclass(frozen=True, kw_only=True)
 class TasksReopened(Journaled):
-    """Tasks that have succeeded run once more: what they made is gone, and is needed."""
+    """Succeeded tasks that run once more: their results are gone, and are needed."""
 
     kind: ClassVar[str] = "reopened"
 
     tasks: tuple[ReopenedTask, ...]
-    gang: bool | None = None  # True: another of their gang has failed, and they keep their failures
+    gang: bool | None = None  # True: another task of their gang failed; their failures still count
 
 
 # --------------------------------------------------------------------------- the end
@@ -282,12 +282,12 @@ BY_KIND: dict[str, type[Journaled]] = {cls.kind: cls for cls in Journaled.__subc
 def read(kind: str, body: bytes) -> Journaled:
     cls = BY_KIND.get(kind)
     if cls is None:
-        raise EntryError(f"an entry of a kind that this version does not know: {kind[:40]!r}")
+        raise EntryError(f"this version does not know entries of kind {kind[:40]!r}")
     return read_as(cls, body)
 
 
 def read_as(cls: type[J], body: bytes) -> J:
-    """Checked: it may come from a disk that lies, or from a peer of another version."""
+    """Read and check: the disk may be corrupt, or the writer a peer of another version."""
     try:
         by_name = msgpack.unpackb(body, use_list=False, strict_map_key=False)
         checked = _checked(cls).model_validate(by_name)  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def read_as(cls: type[J], body: bytes) -> J:
 
 @functools.cache
 def _checked(cls: type[Journaled]) -> type[BaseModel]:
-    """The same fields, checked. (What is made here is checked by its types, and costs nothing.)"""
+    """A model of the same fields, which checks them. (Entries made here are not checked by it.)"""
     hints = get_type_hints(cls, include_extras=True)
     typed: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.default is MISSING else field.default)
@@ -313,7 +313,7 @@ def _checked(cls: type[Journaled]) -> type[BaseModel]:
 
 
 def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
-    """Of an entry about keepers; none, if it says anything else."""
+    """The keepers that an entry names; none if it is of another kind."""
     try:
         return read_as(KeepersChosen, body or b"").keepers
     except EntryError:

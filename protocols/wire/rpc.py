@@ -1,11 +1,11 @@
 """Calls between peers: retry with the same id, at most one execution per id.
 
 Rules:
-- A request is repeated, with its id, until it is answered or its time is over. The receiver
+- A request is repeated, with the same id, until it is answered or its time is over. The receiver
   remembers (sender, id) and answers a repeat from memory, or says that it is still working;
   a *repeatable* message may simply run again.
 - An answer is remembered for longer than any caller repeats (config). When the memory is full of
-  younger answers, new requests are refused: forgetting one early would break "at most once".
+  younger answers, new requests are refused: forgetting an answer early would break "at most once".
 - The time before a repeat adapts to the peer's measured round trips (Jacobson's estimator, and
   Karn's rule: a repeated request measures nothing).
 - Everything is bounded: calls waiting, requests being served, answers remembered.
@@ -29,29 +29,29 @@ Handler = Callable[[Contact, R], Message | Awaitable[Message | None] | None]
 
 
 class Wire(Protocol):
-    """Carries bytes to a peer, by datagram or stream as their size asks. May lose them."""
+    """Carries bytes to a peer, by datagram or stream, depending on their size. May lose them."""
 
     def send(self, to: Contact, payload: bytes) -> None: ...
 
     async def knock(self, to: Contact) -> bool:
-        """True only if its host answers that nobody listens there."""
+        """True only if its host answers that nothing listens there."""
         ...
 
     def line(self, to: Contact) -> None:
-        """Have a stream to it: should its process end, this is heard at once."""
+        """Keep a stream to it open: if its process ends, this is known at once."""
         ...
 
 
 class CallFailed(Exception):
-    """The base of what can become of a call besides its answer."""
+    """A call that brought no answer: the base of all its failures."""
 
 
 class PeerUnreachable(CallFailed):
-    """No answer came. Whether it was carried out is not known."""
+    """No answer came: the request may have been carried out, or not."""
 
 
 class Refused(CallFailed):
-    """The peer answered that it did not do it."""
+    """The peer answered that it did not carry out the request."""
 
     def __init__(self, code: str, text: str = "") -> None:
         super().__init__(f"{code}: {text}" if text else code)
@@ -73,12 +73,12 @@ class _Pending:
 @dataclass(slots=True)
 class _Served:
     at: float
-    answer: bytes | None = None  # None while it is being worked on
+    answer: bytes | None = None  # None while the request is being served
 
 
 @dataclass(slots=True)
 class RoundTrip:
-    """Jacobson: smoothed time and deviation → when to repeat."""
+    """Jacobson's estimator: from the smoothed time and its deviation, when to repeat."""
 
     smoothed_s: float = 0.0
     deviation_s: float = 0.0
@@ -99,7 +99,7 @@ class RoundTrip:
 
 @dataclass(slots=True)
 class Counts:
-    """What metrics read."""
+    """Counters that the metrics read."""
 
     calls: int = 0
     tells: int = 0
@@ -155,18 +155,18 @@ class Rpc:
         *,
         probing: bool = False,
     ) -> R:
-        """The answer, or `CallFailed`. `probing`: silence is no news to the failure detector."""
+        """The answer, or `CallFailed`. `probing`: the failure detector is not told of silence."""
         if to.id == self.me.id:
-            found = await self._call_self(message)
+            reply = await self._call_self(message)
         else:
             limit_s = timeout_s or self._config.call_timeout_s
-            found = await self._call_far(to, message, limit_s, probing)
-        if isinstance(found, answer):
-            return found
-        if isinstance(found, Refusal):
+            reply = await self._call_far(to, message, limit_s, probing)
+        if isinstance(reply, answer):
+            return reply
+        if isinstance(reply, Refusal):
             self.counts.refused += 1
-            raise Refused(found.code, found.text)
-        raise Refused("protocol", f"{type(found).__name__} does not answer this")
+            raise Refused(reply.code, reply.text)
+        raise Refused("protocol", f"{type(reply).__name__} does not answer this")
 
     async def knock(self, to: Contact) -> bool:
         return await self._wire.knock(to)
@@ -175,7 +175,7 @@ class Rpc:
         self._wire.line(to)
 
     def tell(self, to: Contact, message: Message) -> None:
-        """Sent once, no answer: for what may be lost."""
+        """Send once, without an answer: for messages that may be lost."""
         if to.id == self.me.id:
             self._handle(to, message)
             return
@@ -190,7 +190,7 @@ class Rpc:
         return result or Refusal(code="nothing")
 
     def ask_self(self, message: Message, answer: type[R]) -> R | None:
-        """What this very peer answers on the spot; None if it refuses or needs time."""
+        """This very peer's answer, on the spot; None if it refuses or needs time."""
         result = self._handle(self.me, message)
         return result if isinstance(result, answer) else None
 
@@ -204,8 +204,8 @@ class Rpc:
             raise Refused("overload", "too many calls are waiting for answers here")
         loop = asyncio.get_running_loop()
         self._next_id += 1
-        id = self._next_id
-        payload = encode(FrameKind.REQUEST, id, message)
+        call_id = self._next_id
+        payload = encode(FrameKind.REQUEST, call_id, message)
         if len(payload) > self._config.message_bytes_max:
             raise Refused("size", f"{type(message).__name__} has {len(payload):,} bytes")
         streamed = len(payload) > self._config.datagram_bytes_max
@@ -213,11 +213,11 @@ class Rpc:
         if streamed:
             retry_s = max(retry_s, self._config.stream_retry_s)
         pending = _Pending(loop.create_future(), to, payload, loop.time(), retry_s)
-        self._pending[id] = pending
+        self._pending[call_id] = pending
         self.counts.calls += 1
         self._count(message)
         self._send(to, payload)
-        pending.timer = loop.call_later(retry_s, self._repeat, id)
+        pending.timer = loop.call_later(retry_s, self._repeat, call_id)
         try:
             async with asyncio.timeout(timeout_s):
                 return await pending.future
@@ -230,16 +230,16 @@ class Rpc:
         finally:
             if pending.timer:
                 pending.timer.cancel()
-            del self._pending[id]
+            del self._pending[call_id]
 
     def gone(self, peer: bytes) -> None:
-        """It has left or is dead: nobody waits for its answers any longer."""
+        """Fail all calls to a peer that has left or died."""
         for pending in list(self._pending.values()):
             if pending.to.id == peer and not pending.future.done():
-                pending.future.set_exception(PeerUnreachable("that peer is gone"))
+                pending.future.set_exception(PeerUnreachable("the peer is gone"))
 
-    def _repeat(self, id: int) -> None:
-        pending = self._pending.get(id)
+    def _repeat(self, call_id: int) -> None:
+        pending = self._pending.get(call_id)
         if pending is None or pending.future.done():
             return
         pending.sends += 1
@@ -250,7 +250,7 @@ class Rpc:
         self.counts.repeats += 1
         self._send(pending.to, pending.payload)
         loop = asyncio.get_running_loop()
-        pending.timer = loop.call_later(pending.retry_s, self._repeat, id)
+        pending.timer = loop.call_later(pending.retry_s, self._repeat, call_id)
 
     def _send(self, to: Contact, payload: bytes) -> None:
         self.counts.bytes_sent += len(payload)
@@ -271,7 +271,7 @@ class Rpc:
     # ----------------------------------------------------------------- being called
 
     def received(self, sender: Contact, payload: bytes) -> None:
-        """Bytes from a peer whose id the wire vouches for. Never raises."""
+        """Take bytes from a peer whose id the wire vouches for. Never raises."""
         if self._closed:
             return
         try:
@@ -287,14 +287,14 @@ class Rpc:
         else:
             self._answered(sender, envelope.id, envelope.message)
 
-    def _answered(self, sender: Contact, id: int, message: Message | None) -> None:
-        pending = self._pending.get(id)
-        # an id is only answered by whom it was sent to (or by anyone, before the id is known)
+    def _answered(self, sender: Contact, call_id: int, message: Message | None) -> None:
+        pending = self._pending.get(call_id)
+        # only the peer that was called may answer (or any peer, while its id is not known yet)
         if pending is None or pending.future.done():
             return
         if any(pending.to.id) and pending.to.id != sender.id:
             return
-        if message is None:  # still working: the request is there, so repeat only to stay in touch
+        if message is None:  # the peer is still working: repeat only to stay in touch
             pending.retry_s = self._config.retry_max_s
             return
         if pending.sends == 1:
@@ -303,30 +303,30 @@ class Rpc:
                 self._trip(sender.id).measured(elapsed)
         pending.future.set_result(message)
 
-    def _request(self, sender: Contact, id: int, message: Message) -> None:
+    def _request(self, sender: Contact, call_id: int, message: Message) -> None:
         if message.repeatable:
-            self._start(sender, id, message)
+            self._start(sender, call_id, message)
             return
         now = asyncio.get_running_loop().time()
-        key = (sender.id, id)
+        key = (sender.id, call_id)
         served = self._served.get(key)
         if served is not None:
             self.counts.repeats_answered += 1
-            self._send(sender, served.answer or encode(FrameKind.WORKING, id, None))
+            self._send(sender, served.answer or encode(FrameKind.WORKING, call_id, None))
             return
         self._forget(now)
         full = len(self._served) >= self._config.answers_kept_max
         if full or self._served_bytes >= self._config.answers_bytes_max:
-            self._overloaded(sender, id)
+            self._overloaded(sender, call_id)
             return
         self._served[key] = _Served(now)
-        if not self._start(sender, id, message, remember=key):
+        if not self._start(sender, call_id, message, remember=key):
             self._served.pop(key, None)
 
-    def _overloaded(self, sender: Contact, id: int) -> None:
+    def _overloaded(self, sender: Contact, call_id: int) -> None:
         self.counts.overload += 1
         refusal = Refusal(code="overload", text="this peer is serving too many requests")
-        self._send(sender, encode(FrameKind.REPLY, id, refusal))
+        self._send(sender, encode(FrameKind.REPLY, call_id, refusal))
 
     def _forget(self, now: float) -> None:
         while self._served:
@@ -339,23 +339,23 @@ class Rpc:
     def _start(
         self,
         sender: Contact,
-        id: int | None,
+        call_id: int | None,
         message: Message,
         remember: tuple[bytes, int] | None = None,
     ) -> bool:
-        """Run the handler; True if it was run or begun."""
+        """Run the handler, or begin to; False if too many are running. No `call_id`: no answer."""
         if len(self._tasks) >= self._config.serving_max:
-            if id is None:
+            if call_id is None:
                 self.counts.overload += 1
             else:
-                self._overloaded(sender, id)
+                self._overloaded(sender, call_id)
             return False
         self.counts.served += 1
         result = self._handle(sender, message)
         if result is None or isinstance(result, Message):
-            self._finish(sender, id, result, remember)
+            self._finish(sender, call_id, result, remember)
             return True
-        task = asyncio.ensure_future(self._work(sender, id, message, result, remember))
+        task = asyncio.ensure_future(self._work(sender, call_id, message, result, remember))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return True
@@ -394,30 +394,30 @@ class Rpc:
     async def _work(
         self,
         sender: Contact,
-        id: int | None,
+        call_id: int | None,
         message: Message,
         work: Awaitable[Message | None],
         remember: tuple[bytes, int] | None,
     ) -> None:
-        self._finish(sender, id, await work, remember)
+        self._finish(sender, call_id, await work, remember)
 
     def _finish(
         self,
         sender: Contact,
-        id: int | None,
+        call_id: int | None,
         answer: Message | None,
         remember: tuple[bytes, int] | None,
     ) -> None:
-        if id is None:
+        if call_id is None:
             return
-        payload = encode(FrameKind.REPLY, id, answer or Refusal(code="nothing"))
+        payload = encode(FrameKind.REPLY, call_id, answer or Refusal(code="nothing"))
         if len(payload) > self._config.message_bytes_max:
             text = f"the answer has {len(payload):,} bytes"
-            payload = encode(FrameKind.REPLY, id, Refusal(code="size", text=text))
+            payload = encode(FrameKind.REPLY, call_id, Refusal(code="size", text=text))
         large = len(payload) > self._config.datagram_bytes_max
         if remember is not None and large and isinstance(answer, Message) and answer.forgettable:
-            # on a stream, which delivers or breaks: before that can be told, a repeat is only
-            # impatient, and is not served once more
+            # It goes by stream, which delivers or breaks: a repeat that comes before that is known
+            # is only impatient, and is not served again.
             loop = asyncio.get_running_loop()
             wait_s = 3 * self._config.stream_retry_s
             self._served[remember] = _Served(loop.time())
