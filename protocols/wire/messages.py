@@ -2,9 +2,9 @@
 
 On the wire a message is its number and its fields in order, as msgpack, and so is every value in
 it. A field may be added at the end with a default; none is ever removed, reordered or given
-another meaning. Everything is validated here, at the edge: sizes, counts and types of what a peer
-sent are true afterwards. Values are named tuples: msgpack writes them and pydantic checks them
-without a line of Python for each, and a task's way crosses some twenty of them.
+another meaning. Everything is validated here, at the edge: all other code may rely on the sizes,
+counts and types of what a peer sent. Values are named tuples: msgpack writes them and pydantic
+checks them without a line of Python for each, and some twenty of them are made for every task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Text = Annotated[str, Field(max_length=2000)]
 Word = Annotated[str, Field(max_length=100)]
 Words = Annotated[tuple[Word, ...], Field(max_length=64)]
-#: a `Member`, packed: most that one hears is known already, and is not read once more for that
+#: a packed `Member`: most rumours are known already, and need not be unpacked again
 Packed = Annotated[bytes, Field(max_length=8192)]
 TaskName = Annotated[str, Field(max_length=512)]
 FileName = Annotated[str, Field(max_length=1024)]
@@ -38,14 +38,14 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     number: ClassVar[int] = -1
-    #: may simply run again when it is repeated, so its answer is not kept
+    #: it may simply run again when it is repeated, so its answer is not kept
     repeatable: ClassVar[bool] = False
-    #: an answer that may be large and that a late repeat may ask for once more: not remembered
+    #: an answer that may be large, and may be made again for a late repeat: it is not kept
     forgettable: ClassVar[bool] = False
 
     @classmethod
     def of(cls, *fields: Any) -> Self:
-        """All fields, of values that were checked one by one when they were made: not again."""
+        """A message of all its fields, whose values were checked when they were made: not again."""
         made = cls.__new__(cls)
         values = dict(zip(cls.model_fields, fields, strict=True))
         object.__setattr__(made, "__dict__", values)
@@ -58,8 +58,8 @@ class Message(BaseModel):
 M = TypeVar("M", bound=type[Message])
 BY_NUMBER: dict[int, type[Message]] = {}
 
-#: numbers are handed out here, so that no two ever mean different things; those in between are the
-#: core's. A strategy of another distribution takes some from 1,000 on.
+#: the message numbers of each strategy, so that no number ever has two meanings. All others below
+#: 1,000 are the core's; a strategy of another distribution takes its numbers from 1,000 on.
 RANGES = {
     "tickets": (*range(50, 57), 60),
     "chemical": range(61, 73),
@@ -73,9 +73,9 @@ FOREIGN_MIN = 1000
 def numbered(number: int, repeatable: bool = False) -> Callable[[M], M]:
     def register(cls: M) -> M:
         if number in BY_NUMBER:
-            raise ValueError(f"message {number} is {BY_NUMBER[number].__name__} already")
+            raise ValueError(f"message {number} is already {BY_NUMBER[number].__name__}")
         if not _may_have(cls.__module__, number):
-            raise ValueError(f"message {number} is not for {cls.__module__} to take")
+            raise ValueError(f"message number {number} is not one of those for {cls.__module__}")
         cls.number = number
         cls.repeatable = repeatable
         BY_NUMBER[number] = cls
@@ -85,20 +85,20 @@ def numbered(number: int, repeatable: bool = False) -> Callable[[M], M]:
 
 
 def _may_have(module: str, number: int) -> bool:
-    ours = __name__.rpartition(".wire.")[0]
-    if not module.startswith(ours):
+    protocols = __name__.rpartition(".wire.")[0]
+    if not module.startswith(protocols):
         return number >= FOREIGN_MIN
-    mine = next((r for name, r in RANGES.items() if f".strategies.{name}." in module), None)
-    if mine is not None:
-        return number in mine
-    return number < FOREIGN_MIN and not any(number in range for range in RANGES.values())
+    for strategy, numbers in RANGES.items():
+        if f".strategies.{strategy}." in module:
+            return number in numbers
+    return number < FOREIGN_MIN and not any(number in numbers for numbers in RANGES.values())
 
 
 # --------------------------------------------------------------------------- values
 
 
 class Contact(NamedTuple):
-    """Where a peer is. An empty host and port 0 mean: unknown, ask for its member."""
+    """A peer's address. An empty host and port 0 mean that it is unknown: ask for its member."""
 
     id: PeerId
     host: Host
@@ -106,7 +106,7 @@ class Contact(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What is used up by running tasks; integers, so that sums are exact."""
+    """The resources that running tasks use up; integers, so that sums are exact."""
 
     millicores: Natural = 0
     memory_bytes: Natural = 0
@@ -115,7 +115,7 @@ class Capacity(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What is not used up: must fit, or be at least so much."""
+    """Properties that tasks do not use up: they must match, or be at least what a task needs."""
 
     arch: Word = ""
     os: Word = ""
@@ -126,7 +126,7 @@ class Traits(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A peer as all know it. `boot` counts its starts, `incarnation` its objections to rumours."""
+    """A peer as all others know it. `boot` counts its starts, `incarnation` its objections."""
 
     contact: Contact
     http: Annotated[str, Field(max_length=300)] = ""
@@ -154,7 +154,7 @@ class Record(NamedTuple):
     key: Key
     owner: PeerId
     version: Natural
-    ttl_s: Seconds  # what is left: no clocks are compared
+    ttl_s: Seconds  # the time left: no clocks are compared
     value: Annotated[bytes, Field(max_length=1024)]
 
 
@@ -170,25 +170,25 @@ class AttemptKey(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of a task: its name there, its content, and who is known to hold it."""
+    """A file of a task: its name there, its content, and the peers known to hold it."""
 
     name: FileName
     hash: Hash
     size: Natural
     holders: Annotated[tuple[PeerId, ...], Field(max_length=16)] = ()
-    url: Annotated[str, Field(max_length=2000)] = ""  # where it came from, should no peer have it
+    url: Annotated[str, Field(max_length=2000)] = ""  # its origin, for when no peer has it
 
 
 class Value(NamedTuple):
-    """A call's value. Peers never look inside a pickle: only worker processes do."""
+    """A call's value. Peers never unpickle: only worker processes do."""
 
     encoding: Annotated[str, Field(pattern="^(json|pickle)$")]
     data: Annotated[bytes, Field(max_length=2**20)] = b""
-    file: File | None = None  # where the value is too large to travel in messages
+    file: File | None = None  # holds the value if it is too large for messages
 
 
 class Argument(NamedTuple):
-    """What `{result: name}` stands for: one value, or those of a `foreach` in order."""
+    """The value of `{result: name}`: one value, or those of a `foreach` in order."""
 
     name: TaskName
     many: bool
@@ -196,38 +196,40 @@ class Argument(NamedTuple):
 
 
 class Placing(NamedTuple):
-    """What a queue knows of a task beyond what runs it: how a site is to place it."""
+    """How a site is to place a task that it pulled from a queue."""
 
-    rank_s: float = 0.0  # of work that hangs on it
+    rank_s: float = 0.0  # of work that depends on it
     deadline_in_s: float | None = None
     ranked_by: Annotated[str, Field(max_length=200)] = ""
-    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # it failed at these pilots
+    avoid: Annotated[tuple[PeerId, ...], Field(max_length=8)] = ()  # pilots at which it failed
 
 
 class Work(NamedTuple):
-    """All an executing peer needs to run an attempt."""
+    """Everything that an executing peer needs to run an attempt."""
 
     key: AttemptKey
     lease: Natural
     needs: Needs
     command: tuple[str, ...] | None = None
     call: Annotated[str, Field(max_length=500)] | None = None
-    arguments: bytes = b""  # msgpack of [args, kwargs], references and all
+    arguments: bytes = b""  # msgpack of [args, kwargs], with references in them
     references: tuple[Argument, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     inputs: tuple[File, ...] = ()
     outputs: tuple[FileName, ...] = ()
     timeout_s: Seconds | None = None
     runtime_s: Seconds | None = None
-    network: bool = False  # wanted, where a sandbox would keep it from that
-    epoch: Natural = 0  # of the home that gives it
-    gang: bool = False  # others run at the same time, at other peers
-    owner: Annotated[str, Field(max_length=64)] = ""  # no two share a process, or a user
-    placing: Placing | None = None  # for a site that pulls it from a queue, and places it
+    network: bool = False  # let it use the network, even in a sandbox
+    epoch: Natural = 0  # of the home that sends it
+    gang: bool = False  # other tasks run at the same time, at other peers
+    owner: Annotated[str, Field(max_length=64)] = (
+        ""  # tasks of two owners share no process and no user
+    )
+    placing: Placing | None = None  # for a site that pulls it from a queue
 
 
 class Moved(NamedTuple):
-    """Bytes of inputs, by where they were: on the peer's own disk, elsewhere, at their origin."""
+    """Bytes of inputs, by their source: the peer's own disk, other peers, their origin."""
 
     local: Natural = 0
     peer: Natural = 0
@@ -250,49 +252,51 @@ class Outcome(NamedTuple):
     log_tail: Annotated[str, Field(max_length=8192)] = ""
     log_truncated: bool = False
     max_rss_bytes: Natural = 0
-    # small outputs travel along, so that they have a second holder before they count
+    # small outputs travel along, so that they have a second holder before they are committed
     enclosed: Annotated[tuple[tuple[Hash, bytes], ...], Field(max_length=256)] = ()
-    epoch: Natural = 0  # of the home that gave the attempt: no other attempt has number and epoch
+    epoch: Natural = 0  # of the home that sent the attempt: number and epoch make it unique
     cause: Word = ""  # of a failure, in a word: memory, timeout, exit or signal
-    moved: Moved = Moved()  # what it read
-    # inputs that nobody has any more, as all who were said to hold them have answered
+    moved: Moved = Moved()  # the inputs that it read
+    # inputs that nobody has any more: every peer said to hold them has answered that it does not
     missing: Annotated[tuple[Hash, ...], Field(max_length=1000)] = ()
-    by: PeerId | None = None  # the pilot, where a queue gave the attempt to its site
+    by: PeerId | None = None  # the pilot that ran it, if a queue gave it to a site
     speed: Annotated[float, Field(gt=0, le=1e6)] = 1.0  # of the peer that ran it
 
 
 class GangTag(NamedTuple):
-    """Of a task that needs several peers at once: which of two such tasks goes first at a peer.
-    The same at every peer, so that no two of them wait for each other."""
+    """The order of tasks that each need several peers at once: which of two goes first at a peer.
+    It is the same at every peer, so that no two of them wait for each other."""
 
     since: Annotated[float, Field(allow_inf_nan=False)]  # by its home's clock
     id: Natural  # the home's own number for it
 
 
 class Room(NamedTuple):
-    """Room for up to `count` units of the same needs."""
+    """A request for capacity, for up to `count` units of the same needs."""
 
     needs: Needs
     count: Annotated[int, Field(ge=1, le=100_000)]  # type: ignore[assignment]
     runtime_s: Seconds | None = None
     deadline_in_s: float | None = None
-    queue: bool = False  # a place in the queue will do
-    hold: bool = False  # it waited long: a place in the queue however long that is
-    gang: GangTag | None = None  # asked again with the same tag, its lease is renewed
-    owner: Annotated[str, Field(max_length=64)] | None = None  # of the first of them; None: many's
+    queue: bool = False  # a place in the queue is enough
+    hold: bool = False  # it has waited long: a place in the queue, however long the queue is
+    gang: GangTag | None = None  # asking again with the same tag renews the lease
+    owner: Annotated[str, Field(max_length=64)] | None = (
+        None  # of the first unit; None: of several owners
+    )
 
 
 class Grant(NamedTuple):
     leases: Annotated[tuple[Natural, ...], Field(max_length=10_000)] = ()
-    queued: Natural = 0  # how many of them, the last ones, wait in the queue
-    wait_s: Seconds = 0.0  # the peer's guess until the last of them begins
-    refusal: Text = ""  # why not more
-    held: bool = False  # for a gang: what comes free here is kept for it
+    queued: Natural = 0  # how many of the leases, from the last backwards, wait in the queue
+    wait_s: Seconds = 0.0  # until the last of them begins, as the peer estimates
+    refusal: Text = ""  # why there are not more
+    held: bool = False  # capacity that comes free here is kept for this gang
 
 
 class Ticket(NamedTuple):
-    """What a peer has free; and the places in its queue: for so much work, and so many units; or
-    for units of so many thousandths of cores, however long they take."""
+    """A peer's free capacity, and the free places in its queue: for `queue_s` of work in up to
+    `queue_units` units; or for units of `queue_cores` millicores in sum, however long they run."""
 
     free: Capacity
     queue_s: Seconds = 0.0
@@ -301,57 +305,58 @@ class Ticket(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One line of a workflow's journal. `seq` and `epoch` together name it for ever."""
+    """One entry of a workflow's journal. `seq` and `epoch` together identify it for ever."""
 
     seq: Natural
     epoch: Natural
     at: float
     kind: Word
-    body: bytes  # msgpack of a mapping; keepers look into none but those about themselves
+    body: bytes  # msgpack of a mapping; keepers read only those about keepers
 
 
 class Slice(NamedTuple):
-    """A stretch of one journal, behind what its keeper is believed to have."""
+    """Consecutive entries of one journal, from where its keeper's copy is believed to end."""
 
     workflow: Word
     epoch: Natural
-    before: Natural  # entries that come before these
-    before_epoch: Natural  # of the last of those
-    committed: Natural  # entries, from the first on, that a majority has
+    before: Natural  # how many entries precede these
+    before_epoch: Natural  # of the last entry before these
+    committed: Natural  # how many entries, from the first on, a majority has
     entries: tuple[Entry, ...] = ()
-    last: bool = False  # the keeper is none any more, and a majority has agreed to that
+    last: bool = False  # the receiver is no keeper any more, and a majority has agreed to that
 
 
 class Stored(NamedTuple):
-    """What a keeper has of one journal, on disk, as far as it is the sender's."""
+    """A keeper's copy of one journal on its disk, as far as it agrees with the sender's."""
 
     workflow: Word
     epoch: Natural  # the highest it has promised to follow
-    entries: Natural  # `refusal`: how many the sender may go on from
+    entries: Natural  # with a `refusal`: how many the sender may continue from
     refusal: Word = ""
 
 
 class Candidacy(NamedTuple):
-    """`trial`: would you? Nothing is promised, so an idle wish disturbs nobody."""
+    """A keeper stands for election. `trial`: would you vote for it? Nothing is promised, so a
+    keeper that stands in vain disturbs nobody."""
 
     workflow: Word
     epoch: Natural
     entries: Natural
     last_epoch: Natural
     trial: bool
-    birth: Natural = 0  # the first entry's epoch: one name may have been given twice
+    birth: Natural = 0  # the first entry's epoch: two journals may have one name
 
 
 class Vote(NamedTuple):
     workflow: Word
     granted: bool
     epoch: Natural  # the highest this keeper has promised to follow
-    why: Text = ""  # not granted
-    home: bytes = b""  # whom it follows
-    outsider: bool = False  # the candidate is no keeper any more: a majority agreed on that
+    why: Text = ""  # it was not granted
+    home: bytes = b""  # the peer it follows
+    outsider: bool = False  # the candidate is no keeper any more: a majority has agreed on that
 
 
-#: check what did not come in a message: what a task asks for, what became of it
+#: these check values that did not come in a message
 STRICT = ConfigDict(strict=True)
 CHECKED_MEMBER = TypeAdapter(Member, config=STRICT)
 CHECKED_NEEDS = TypeAdapter(Needs, config=STRICT)
@@ -377,7 +382,7 @@ class Done(Message):
 
 @numbered(2, repeatable=True)
 class Hello(Message):
-    """The first word to an address whose id is not known yet. All peers have the same overlay."""
+    """The first message to an address whose id is unknown. All peers use the same overlay."""
 
     member: Member
     overlay: Word = "kademlia"
@@ -402,7 +407,7 @@ class Ack(Message):
 
 @numbered(6, repeatable=True)
 class PingFor(Message):
-    """Ask another peer to ping: one lossy link must not kill a peer."""
+    """Ask another peer to ping the target: one lossy link must not get a peer declared dead."""
 
     target: Contact
 
@@ -410,20 +415,20 @@ class PingFor(Message):
 @numbered(7)
 class PingedFor(Message):
     alive: bool
-    refused: bool = False  # its host says that nobody listens there
+    refused: bool = False  # its host says that nothing listens there
 
 
 @numbered(8, repeatable=True)
 class Sync(Message):
-    """What I know of the members, as digests: one for each part of the space of ids."""
+    """The sender's view of the members, as digests: one for each part of the id space."""
 
     digests: Annotated[bytes, Field(min_length=4, max_length=4096)]
 
 
 @numbered(9)
 class Synced(Message):
-    """Of the parts that differ: what I know, in brief (id, boot, incarnation, state); or, where you
-    know nobody, in full."""
+    """The parts that differ, as the sender knows them: in brief (id, boot, incarnation, state), or
+    in full where the receiver knows nobody."""
 
     parts: Annotated[tuple[Annotated[int, Field(ge=0, le=1023)], ...], Field(max_length=1024)]
     known: tuple[tuple[PeerId, Natural, Natural, Natural], ...] = ()
@@ -432,7 +437,7 @@ class Synced(Message):
 
 @numbered(49, repeatable=True)
 class Exchange(Message):
-    """What you lack, and whom I lack."""
+    """Members that the receiver lacks, and the ids of those that the sender wants."""
 
     members: tuple[Packed, ...]
     wanted: tuple[PeerId, ...] = ()
@@ -445,13 +450,13 @@ class Rumours(Message):
 
 @numbered(59)
 class Wave(Message):
-    """News for all peers from the one that is told up to `end`: it passes them on. `digest`: what a
-    peer believes that has heard them all."""
+    """News for all peers from the receiver's id up to `end`: the receiver passes them on. `digest`:
+    the view of a peer that has heard all of it."""
 
     members: tuple[Packed, ...]
     end: Key
     digest: int
-    about: Annotated[bytes, Field(max_length=4096)] = b""  # what else all are to know
+    about: Annotated[bytes, Field(max_length=4096)] = b""  # an announcement to all peers
 
 
 @numbered(11)
@@ -492,15 +497,15 @@ class FetchedRecords(Message):
 @numbered(20)
 class Reserve(Message):
     asks: Annotated[tuple[Room, ...], Field(max_length=64)]
-    # the chemical layer's own: the molecule of the peer that is asked was consumed; and which
-    # version of it, if what is asked for was taken of it and a rest is left
+    # for the chemical strategy: the molecule of the peer that is asked was consumed; and which
+    # version of it, if a rest of it is left
     consumed: bool = False
     molecule: Natural = 0
 
 
 @numbered(21)
 class Offers(Message):
-    """One grant per ask, in the same order."""
+    """One grant for each of `asks`, in the same order."""
 
     grants: tuple[Grant, ...]
     free: Capacity
@@ -510,7 +515,7 @@ class Offers(Message):
 @numbered(22)
 class ReturnLeases(Message):
     leases: tuple[Natural, ...]
-    gangs: tuple[Natural, ...] = ()  # that want nothing here any more
+    gangs: tuple[Natural, ...] = ()  # gangs that need nothing here any more
 
 
 @numbered(23)
@@ -531,17 +536,17 @@ class Report(Message):
 
 @numbered(26)
 class Reported(Message):
-    """These are on the home's disk; `unknown` are of workflows this peer knows nothing of."""
+    """`kept` are on the home's disk; `unknown` are of workflows that this peer does not know."""
 
     kept: tuple[AttemptKey, ...]
     unknown: tuple[AttemptKey, ...] = ()
-    moved: tuple[tuple[Word, bytes], ...] = ()  # workflow → its home, as this peer knows
+    moved: tuple[tuple[Word, bytes], ...] = ()  # workflow → its home, as far as this peer knows
 
 
 @numbered(27, repeatable=True)
 class Inquire(Message):
     keys: tuple[AttemptKey, ...]
-    epochs: tuple[tuple[Word, Natural], ...] = ()  # of the sender, as the workflows' home
+    epochs: tuple[tuple[Word, Natural], ...] = ()  # of the sender, as home of the workflows
 
 
 @numbered(28)
@@ -560,7 +565,7 @@ class Abort(Message):
 
 @numbered(30)
 class Vacancy(Message):
-    """To those who were refused a while ago: there is room now."""
+    """To a home that was refused a while ago: there is free capacity now."""
 
     free: Capacity
 
@@ -580,7 +585,7 @@ class BlobPart(Message):
 
 @numbered(47, repeatable=True)
 class ReadBlobs(Message):
-    """Small ones, whole; as many of them as fit into an answer."""
+    """Read small blobs whole; the answer has as many of them as fit."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
 
@@ -592,12 +597,12 @@ class BlobsRead(Message):
 
 @numbered(33)
 class Ask(Message):
-    """A user's question about a workflow, sent on to its home."""
+    """A user's question about a workflow, forwarded to its home."""
 
     workflow: Word
     question: Word
     arguments: bytes = b""
-    owner: Word = ""  # whose question it is; empty: an admin's
+    owner: Word = ""  # the user who asks; empty: an admin
 
 
 @numbered(34)
@@ -634,7 +639,7 @@ class ListWorkflows(Message):
 
 @numbered(38)
 class ListedWorkflows(Message):
-    rows: tuple[bytes, ...]  # JSON, one each
+    rows: tuple[bytes, ...]  # one JSON object each
 
 
 @numbered(39, repeatable=True)
@@ -646,17 +651,17 @@ class FindHome(Message):
 class FoundHome(Message):
     here: bool
     epoch: Natural = 0
-    home: bytes = b""  # whom this peer follows as a keeper, if it is not the home itself
-    kept: bool = False  # there is a copy here, whoever is its home
-    birth: Natural = 0  # of the journal that this peer goes on with, as its home
-    void: bool = False  # a part of its submission, which was never acknowledged
-    stuck: Text = ""  # which of its keepers are away, if too many are
-    keepers: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # as a copy here says
+    home: bytes = b""  # the home that this peer follows as a keeper, if it is not the home itself
+    kept: bool = False  # there is a copy here, whichever peer is its home
+    birth: Natural = 0  # of the journal, if this peer is its home
+    void: bool = False  # only a part of a submission, which was never acknowledged
+    stuck: Text = ""  # the keepers that are away, if too many are
+    keepers: Annotated[tuple[PeerId, ...], Field(max_length=64)] = ()  # according to a copy here
 
 
 @numbered(41)
 class Keep(Message):
-    """From a home to a keeper of its journals: write these to disk, then answer."""
+    """From a home to a keeper of its journals: write these slices to disk, then answer."""
 
     slices: Annotated[tuple[Slice, ...], Field(max_length=2000)]
 
@@ -670,7 +675,7 @@ class Kept(Message):
 
 @numbered(43)
 class Elect(Message):
-    """From a keeper who wants to be the home of these."""
+    """From a keeper that wants to be the home of these journals."""
 
     candidacies: Annotated[tuple[Candidacy, ...], Field(max_length=2000)]
 
@@ -682,30 +687,30 @@ class Elected(Message):
 
 @numbered(45)
 class CopyBlobs(Message):
-    """Fetch these and keep them, so that they outlive who holds them now."""
+    """Fetch these files and keep them, so that they outlive their present holders."""
 
     files: Annotated[tuple[File, ...], Field(max_length=500)]
     hold: Word = ""  # the workflow that wants them
-    announce: bool = False  # in the catalog, however small they are
+    announce: bool = False  # add them to the catalog, however small they are
 
 
 @numbered(46)
 class CopiedBlobs(Message):
-    """Those that are here now."""
+    """The files that are here now."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
 
 
 @numbered(73, repeatable=True)
 class OpenBlob(Message):
-    """Before chunks of it are read."""
+    """Sent before chunks of a blob are read."""
 
     hash: Hash
 
 
 @numbered(74)
 class OpenedBlob(Message):
-    """`have`: a bit for each chunk that is here; empty: all are."""
+    """`have`: one bit for each chunk, set if it is here; empty: all are."""
 
     size: Natural
     sheet: Annotated[bytes, Field(max_length=MANIFEST_BYTES_MAX)]  # the chunk manifest
@@ -714,7 +719,7 @@ class OpenedBlob(Message):
 
 @numbered(75)
 class ReadChunk(Message):
-    """`insist`: those it was told to ask instead do not have it."""
+    """`insist`: the peers that the caller was told to ask instead do not have it."""
 
     hash: Hash
     index: Natural
@@ -723,7 +728,7 @@ class ReadChunk(Message):
 
 @numbered(76)
 class Chunk(Message):
-    """Its bytes; or, if there are none, who is about to have it."""
+    """The chunk's bytes; or, if `data` is empty, the peers that are about to have it (`ask`)."""
 
     forgettable: ClassVar[bool] = True
 
@@ -734,7 +739,7 @@ class Chunk(Message):
 
 @numbered(77, repeatable=True)
 class StillHeld(Message):
-    """To a workflow's home, by a peer that is short of room: what of this is wanted?"""
+    """To a workflow's home, from a peer short of disk space: which of these are still wanted?"""
 
     workflow: Word
     hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
@@ -742,14 +747,14 @@ class StillHeld(Message):
 
 @numbered(78)
 class Unheld(Message):
-    """Those that are not wanted any more."""
+    """The files that are not wanted any more."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=2000)]
 
 
 @numbered(91)
 class HandOn(Message):
-    """To a workflow's home, by a peer that leaves with these files of it."""
+    """To a workflow's home, from a leaving peer that holds these files of it."""
 
     workflow: Word
     files: Annotated[tuple[File, ...], Field(max_length=500)]
@@ -757,29 +762,29 @@ class HandOn(Message):
 
 @numbered(92)
 class HandedOn(Message):
-    """Those that are held elsewhere by now, or that nobody wants."""
+    """The files that other peers hold by now, or that nobody wants."""
 
     hashes: Annotated[tuple[Hash, ...], Field(max_length=500)]
 
 
 @numbered(87)
 class PullTasks(Message):
-    """From a site's master pilot to a task queue, in bulk: who is there, what has ended, what was
-    lost, and how many more tasks there is room for. The same `request` is the same request: it is
-    answered with what it was answered before. `anew`: this master has just begun, or the queue;
-    all attempts that are at the site are `held`, and there are no others."""
+    """From a site's master pilot to a task queue, in bulk: the pilots, the attempts that ended or
+    were lost, and how many more tasks the site has capacity for. A repeat has the same `request`
+    number, and gets the same answer. `anew`: this master has just begun, or the queue has; `held`
+    lists all attempts at the site."""
 
     site: Word
-    token: Natural  # of this master's time in office
+    token: Natural  # of this master's term
     request: Natural
-    pilots: Annotated[tuple[Member, ...], Field(max_length=5000)] = ()  # if that has changed
+    pilots: Annotated[tuple[Member, ...], Field(max_length=5000)] = ()  # only if they have changed
     dead: Annotated[tuple[PeerId, ...], Field(max_length=5000)] = ()
     outcomes: Annotated[tuple[tuple[PeerId, Outcome], ...], Field(max_length=2000)] = ()
     lost: Annotated[tuple[tuple[AttemptKey, Text], ...], Field(max_length=20_000)] = ()
     want: Natural = 0
     anew: bool = False
     held: Annotated[tuple[AttemptKey, ...], Field(max_length=50_000)] = ()
-    #: in words, now and then: where attempts at the site are, or what they wait for; None: not now
+    #: now and then, in words: where attempts at the site are, or why they wait; None: not this time
     whereabouts: (
         Annotated[
             tuple[tuple[Text, Annotated[tuple[AttemptKey, ...], Field(max_length=2000)]], ...],
@@ -791,7 +796,7 @@ class PullTasks(Message):
 
 @numbered(88)
 class PulledTasks(Message):
-    """`again`: who asks is to begin anew. `kept`: outcomes that count now."""
+    """`again`: the site must begin anew. `kept`: outcomes that are committed now."""
 
     works: Annotated[tuple[Work, ...], Field(max_length=2000)] = ()
     kept: Annotated[tuple[AttemptKey, ...], Field(max_length=2000)] = ()
@@ -801,44 +806,46 @@ class PulledTasks(Message):
 
 @numbered(89, repeatable=True)
 class AskHeld(Message):
-    """From a new master to a pilot: attempts of a queue's workflows that are here, in any state."""
+    """From a new master to a pilot: which attempts of a queue's workflows do you have?"""
 
 
 @numbered(90)
 class HeldHere(Message):
+    """The attempts that the pilot has, in any state."""
+
     keys: Annotated[tuple[AttemptKey, ...], Field(max_length=20_000)]
 
 
 @numbered(57, repeatable=True)
 class StillWanted(Message):
-    """From an executing peer to a home: attempts of gangs, which might wait for others that never
-    come; and the epochs in which they were given."""
+    """From an executing peer to a home: are these attempts of gangs still wanted? They might wait
+    for others that never come. Each has the epoch of the home that sent it."""
 
     attempts: Annotated[tuple[tuple[AttemptKey, Natural], ...], Field(max_length=1000)]
 
 
 @numbered(58)
 class Wanted(Message):
-    """`unwanted` may be ended; of `unknown` this peer is not the home."""
+    """`unwanted` attempts may be ended; this peer is not the home of the `unknown` ones."""
 
     unwanted: tuple[AttemptKey, ...] = ()
     unknown: tuple[AttemptKey, ...] = ()
 
 
-# 63 and 64 were a question that came back from every node; they are not used again
+# 63 and 64 were a query that every node answered; they are never used again
 
 
 @numbered(93, repeatable=True)
 class Meet(Message):
     """From a copy of a journal whose home went on without a majority: is there another line of it?
-    Of the two one side is given up (keeping/lines)."""
+    One of the two lines is given up (consensus/lines)."""
 
     workflow: Word
     birth: Natural
-    epoch: Natural  # the highest it has promised or written
-    era: Natural  # that its last entry is of
+    epoch: Natural  # the highest that the copy has promised or written
+    era: Natural  # of its last entry
     over: bool
-    void: bool = False  # it ended as half a submission
+    void: bool = False  # it has only a part of its submission
 
 
 @numbered(94)
@@ -852,11 +859,13 @@ class Met(Message):
 
 @numbered(95, repeatable=True)
 class StillHome(Message):
-    """From a keeper to the home that its copies follow, and of which it has not heard for long."""
+    """From a keeper to the home that its copies follow, and that it has long not heard of."""
 
     workflows: Annotated[tuple[Word, ...], Field(max_length=1000)]
 
 
 @numbered(96)
 class NotHome(Message):
-    workflows: Annotated[tuple[Word, ...], Field(max_length=1000)]  # of those asked about
+    """The workflows, of those asked about, whose home the peer is not."""
+
+    workflows: Annotated[tuple[Word, ...], Field(max_length=1000)]
