@@ -1,1 +1,1 @@
-"""Who is in the cluster, and who has gone."""
+"""Membership of the cluster: which peers are here, and which are gone."""

@@ -75,7 +75,9 @@ def numbered(number: int, repeatable: bool = False) -> Callable[[M], M]:
         if number in BY_NUMBER:
             raise ValueError(f"message {number} is already {BY_NUMBER[number].__name__}")
         if not _may_have(cls.__module__, number):
-            raise ValueError(f"message number {number} is not one of those for {cls.__module__}")
+            raise ValueError(
+                f"message number {number} is reserved: {cls.__module__} may not use it"
+            )
         cls.number = number
         cls.repeatable = repeatable
         BY_NUMBER[number] = cls
