@@ -1,26 +1,28 @@
 """Failure detection and the spread of membership: SWIM, with digests to end disagreement.
 
-Each peer pings one other a second, in shuffled rounds; when nothing has changed for a while, less
-often. Whom it has given work to (`watched`) it pings itself, every other second. No answer: a few
-others are asked to ping it; still none: it is suspected, and everybody hears; if it has not
-objected in time, it is dead. Where a ping is late and the host itself says that nobody listens at
-that port (a refused connection), and a second peer (if there is one) is told the same, it is dead
-without further waiting: its process has ended. Should that ever be wrong, it objects as to any
-rumour.
+Each peer pings one other peer every second, in shuffled rounds; less often when nothing has changed
+for a while. The peers that run work for it (`watched`) it pings itself, every other second. If a
+ping is not answered, a few others are asked to ping; if they get no answer either, the peer is
+suspected, and everybody hears of it; if it has not objected in time, it is declared dead. When a
+ping is late, and the host itself says that nothing listens at that port (a refused connection), and
+a second peer (if there is one) is told the same, the peer is declared dead at once: its process has
+ended. Should that ever be wrong, it objects as to any rumour.
 
-Pings carry rumours and a digest of the whole view; where digests differ the two exchange what the
-other lacks, so a new peer is known everywhere in O(log n) seconds, and a quiet cluster says little.
-A dead peer is pinged now and then, so that a healed partition grows together again.
+Pings carry rumours and a digest of the whole view. Where digests differ, the two peers exchange the
+members that the other lacks: so a new peer is known everywhere in O(log n) seconds, and a quiet
+cluster sends little. A dead peer is pinged now and then, so that a healed partition grows together
+again.
 
-Among many, each would hear everything several times before all have heard it once. There, who sees
-a change first tells one peer, the *speaker* (of all alive the one with the lowest id): every moment
-it tells what has come in to a few, each of these to a few more, and so everybody once: a *wave*.
-Whoever passes it on to others says that it has it; a peer that does not is passed over. Waves only
-save time and messages: who misses one is told by its digest, whoever is the speaker.
+In a large cluster, every peer would hear each rumour several times before all have heard it once.
+There, the peer that sees a change first tells one peer, the *speaker* (the lowest id of all alive).
+Every moment the speaker tells its news to a few peers, each of these to a few more, and so to
+everybody once: a *wave*. A peer that is to pass it on confirms that it has it; one that does not
+confirm is passed over. Waves only save time and messages: a peer that misses one learns of it
+because its digest differs, whichever peer is the speaker.
 
-When many of its own pings fail, or its own timers come late, a peer doubts itself first (after
-Lifeguard): it waits longer for answers and objections and asks less often, so that an overloaded
-machine or network is not loaded further, and nobody is declared dead for being slow like all.
+When many of its own pings fail, or its own timers are late, a peer doubts itself first (after
+Lifeguard): it waits longer for answers and objections and pings less often, so that an overloaded
+machine or network is not loaded further, and no peer is declared dead for being as slow as all.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ from ..wire.messages import (
 from ..wire.rpc import CallFailed, Refused, Rpc
 from .members import LAST, Members, State, briefs
 
-#: every so many pings one goes to a peer believed dead
+#: of this many pings, one goes to a peer believed dead
 DEAD_PING_EVERY = 10
-WATCHED_MAX = 48
-WATCHED_FEW = 8
+WATCHED_MAX = 48  # pinged at once
+WATCHED_FEW = 8  # up to this many are all pinged at once; of more, half
 LATE_S_MAX = 5.0
+HINTS_MAX = 64
+TASKS_MAX = 64
 
 
 class Sign(Enum):
-    """What became of a ping."""
+    """The result of a ping."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -82,10 +86,10 @@ class Liveness:
         self._last_sync = -math.inf
         self._sync_s = config.sync_s_min
         self._changed_at = -math.inf
-        self._watches: list[bytes] = []  # of those that are watched, the ones whose turn is next
+        self._watches: list[bytes] = []  # watched peers that are still to be pinged in this turn
         self._watching = False
-        self._doubt = 0  # in this peer's own view of things
-        self._late_s = 0.0
+        self._doubt = 0  # of this peer in itself: own pings that failed
+        self._late_s = 0.0  # how late this peer's own timers are
         self.on_announced: Callable[[bytes], None] = lambda about: None
         self.watched: Callable[[], Iterable[bytes]] = tuple
         self._ticks = 0
@@ -118,7 +122,7 @@ class Liveness:
             self._members.forget(self._now())
 
     async def gossip(self) -> None:
-        """While there is news, tell it: pings alone take half a minute to a thousand peers."""
+        """Spread news while there is any: pings alone take half a minute to reach a thousand peers."""
         while True:
             await self._news.wait()
             await asyncio.sleep(self._config.gossip_s * (0.75 + 0.5 * self._rng.random()))
@@ -132,7 +136,7 @@ class Liveness:
                 self._rpc.tell(member.contact, Rumours.of(rumours))
 
     async def _pass_on(self) -> None:
-        """What this peer has seen: as the speaker to all, else to the speaker."""
+        """Pass on the changes seen here first: to the speaker; or, as the speaker, to all."""
         members = self._members
         fresh = members.take_fresh(self._config.wave_news_max)
         if not fresh:
@@ -149,16 +153,16 @@ class Liveness:
                 return
         except CallFailed:
             pass
-        members.fresh.update(dict.fromkeys(fresh))  # to whoever speaks then
+        members.fresh.update(dict.fromkeys(fresh))  # try again, with whichever peer is speaker then
 
     def announce(self, about: bytes) -> None:
-        """All peers are to know it; this one, too. May not reach one or another."""
+        """Announce something to all peers, this one included. It may not reach every one."""
         self._send_all((), about)
         self.on_announced(about)
 
     async def announce_to(self, contact: Contact, about: bytes) -> None:
-        """To this one alone."""
-        with contextlib.suppress(CallFailed):  # who is gone again need not know
+        """Announce it to one peer alone."""
+        with contextlib.suppress(CallFailed):  # a peer that is gone again need not know
             message = Wave.of((), contact.id, self._members.digest, about)
             await self._rpc.call(contact, message, Done, 2.0)
 
@@ -168,7 +172,7 @@ class Liveness:
         self._send_on(peers, Wave.of(news, LAST, members.digest, about))
 
     def _send_on(self, peers: list[bytes], wave: Wave) -> None:
-        """To all of these, whose ids rise, by the first of each part of them."""
+        """Send to all of these, sorted by id: cut into parts, each served by its first peer."""
         width = self._config.wave_width
         size = -(-len(peers) // width) if len(peers) > 2 * width else 1
         for start in range(0, len(peers), size):
@@ -190,7 +194,7 @@ class Liveness:
                     return
             except CallFailed:
                 pass
-            part = part[1:]  # the next one sees to the others
+            part = part[1:]  # the next peer serves the rest of them
 
     def _wave(self, sender: Contact, message: Wave) -> Done:
         now, me = self._now(), self._rpc.me.id
@@ -215,15 +219,16 @@ class Liveness:
         return base * (1 + self._doubt + min(LATE_S_MAX, self._late_s))
 
     def _late(self, by_s: float) -> None:
-        """A timer of this peer's own was late: so may be those of all others on its machine."""
+        """A timer of this peer was late: those of all others on its machine may be late, too."""
         self._late_s = max(by_s, 0.7 * self._late_s) if by_s + self._late_s > 0.02 else 0.0
 
     def _patience(self) -> float:
+        """The factor by which this peer waits longer while it doubts itself."""
         late = min(LATE_S_MAX, self._late_s)
         return 1 + self._doubt / 2 + 3 * late / self._config.probe_timeout_s
 
     def _to_watch(self) -> list[Member]:
-        """A few each second; of many half, so that each has its turn every other second."""
+        """The watched peers to ping now: all if they are few, else one half, then the other."""
         if not self._watches:
             self._watches = [peer for peer in self.watched() if peer != self._rpc.me.id]
             self._watching = bool(self._watches)
@@ -232,51 +237,55 @@ class Liveness:
         else:
             count = len(self._watches)
         now, self._watches = self._watches[:count], self._watches[count:]
-        found = (self._members.get(peer) for peer in now[:WATCHED_MAX])
-        return [m for m in found if m is not None and m.state <= State.SUSPECT]
+        members = (self._members.get(peer) for peer in now[:WATCHED_MAX])
+        return [m for m in members if m is not None and m.state <= State.SUSPECT]
 
     def stir(self) -> None:
-        """There is somebody to watch now: not only when a quiet while is over."""
+        """There is a peer to watch now: do not wait until the quiet interval is over."""
         if not self._watching and self._interval_s() > self._config.probe_s:
             self._changed_at = self._now()
             self._hinted.set()
 
     def suspect(self, contact: Contact) -> None:
-        """A call to it failed: look at it now instead of at its turn. Once is enough."""
-        member = self._members.get(contact.id)
-        alive = member is not None and member.state == State.ALIVE
-        if alive and contact.id not in self._probing and len(self._hints) < 64:
+        """A call to this peer failed: probe it now instead of at its turn, once."""
+        alive = self._members.is_alive(contact.id)
+        if alive and contact.id not in self._probing and len(self._hints) < HINTS_MAX:
             self._hints[contact.id] = None
             if not self._doubt:
                 self._hinted.set()
 
     def broke(self, peer: bytes) -> None:
-        """A stream to it ended, not by this side."""
+        """A stream to this peer ended, not by this side."""
         contact = self._members.contact(peer)
         if contact is not None:
             self.suspect(contact)
 
     def _next(self) -> Member | None:
+        """The next member to ping: one that a call failed to reach, or one of this round."""
         self._ticks += 1
         while self._hints:
             peer, _ = self._hints.popitem()
-            member = self._members.get(peer)
-            if member is not None and member.state <= State.SUSPECT:
-                return member
+            if self._members.is_here(peer):
+                return self._members.get(peer)
         if self._ticks % DEAD_PING_EVERY == 0:
             dead = self._members.a_dead_one(self._rng.randrange)
             if dead is not None:
                 return dead
-        while True:
-            if not self._round:
-                mine = self._members.me.contact.id
-                self._round = [m.contact.id for m in self._members.here() if m.contact.id != mine]
-                self._rng.shuffle(self._round)
-                if not self._round:
-                    return None
-            member = self._members.get(self._round.pop())
-            if member is not None and member.state <= State.SUSPECT:
-                return member
+        return self._next_in_round()
+
+    def _next_in_round(self) -> Member | None:
+        while self._round or self._begin_round():
+            peer = self._round.pop()
+            if self._members.is_here(peer):
+                return self._members.get(peer)
+        return None
+
+    def _begin_round(self) -> bool:
+        """Every member that is here, in a new order; False if there is none but this peer."""
+        me = self._members.me.contact.id
+        self._round = [m.contact.id for m in self._members.here() if m.contact.id != me]
+        self._rng.shuffle(self._round)
+        return bool(self._round)
 
     async def _probe(self, target: Member) -> None:
         if target.contact.id in self._probing:
@@ -297,26 +306,26 @@ class Liveness:
             self._doubt = min(self._config.self_doubt_max, self._doubt + 1)
         member = self._members.get(contact.id)
         if sign is Sign.SILENT and member is not None and member.state >= State.SUSPECT:
-            return  # as everybody thinks: no need to ask around once more
+            return  # everybody suspects it already: no need to ask around again
         verdict = await self._ask_around(contact, sign)
         member = self._members.get(contact.id)
         if verdict is not None and member is not None and member.boot == target.boot:
             self._members.judge(contact.id, verdict, self._now())
 
     async def _ask_around(self, contact: Contact, sign: Sign) -> State | None:
-        """What others see; None if it is there. Two refusals are proof, one is not."""
-        mine = (contact.id, self._rpc.me.id)
-        drawn = self._members.draw(self._rng, self._config.indirect_probes, without=mine)
+        """The verdict of others; None if it is alive. Two refusals are proof, one is not."""
+        both = (contact.id, self._rpc.me.id)
+        drawn = self._members.draw(self._rng, self._config.indirect_probes, without=both)
         helpers = [m.contact for m in drawn]
         if not helpers:
             return State.DEAD if sign is Sign.REFUSED else State.SUSPECT
         asked = [asyncio.ensure_future(self._ask(helper, contact)) for helper in helpers]
         try:
             for answer in asyncio.as_completed(asked):
-                found = await answer
-                if found is Sign.ANSWERED:
+                seen = await answer
+                if seen is Sign.ANSWERED:
                     return None
-                if found is sign is Sign.REFUSED:
+                if seen is sign is Sign.REFUSED:
                     return State.DEAD
         finally:
             for task in asked:
@@ -324,11 +333,11 @@ class Liveness:
         return State.SUSPECT
 
     async def _look(self, contact: Contact) -> Sign:
-        """Ping it; if the answer is late, also ask its host whether anybody listens there."""
+        """Ping a peer; if the answer is late, also ask its host whether anything listens there."""
         ping = asyncio.ensure_future(self._ping_once(contact))
         try:
             done, _ = await asyncio.wait((ping,), timeout=self._config.knock_after_s)
-            known = self._members.contact(contact.id)  # no other address is tried for anybody
+            known = self._members.contact(contact.id)  # only there: nobody may choose an address
             if not done and known == contact and await self._rpc.knock(contact):
                 return Sign.ANSWERED if ping.done() and ping.result() else Sign.REFUSED
             return Sign.ANSWERED if await ping else Sign.SILENT
@@ -370,7 +379,7 @@ class Liveness:
         self._news.set()
         self._changed_at = self._now()
         if new.state == State.ALIVE and (old is None or old.state >= State.DEAD):
-            # a round takes as many pings as there are members: who comes has its turn in this one
+            # a round takes as many pings as there are members: a newcomer has its turn in this one
             self._round.insert(int(self._rng.random() * (len(self._round) + 1)), peer)
         timer = self._suspected.pop(peer, None)
         if timer is not None:
@@ -385,7 +394,7 @@ class Liveness:
     def _condemn(self, member: Member) -> None:
         self._suspected.pop(member.contact.id, None)
         if self._members.get(member.contact.id) == member:  # no objection came
-            # all who heard of the suspicion come to this at about the same time: no news to them
+            # all who heard of the suspicion come to this verdict at about the same time: no news
             self._members.judge(member.contact.id, State.DEAD, self._now(), fresh=False)
 
     # ----------------------------------------------------------------- agreeing
@@ -394,22 +403,22 @@ class Liveness:
         before = self._members.me
         self._members.hear(rumours, self._now())
         if self._members.me is not before:
-            self._news.set()  # this peer has objected: that is to be heard in time
+            self._news.set()  # this peer has objected: all must hear that in time
 
     def _disagree(self, contact: Contact) -> None:
         now = self._now()
-        scale = max(1.0, self._members.count / 100)  # of many, some always have news
+        scale = max(1.0, self._members.count / 100)  # among many, some always have news
         if now - self._last_sync >= scale * self._sync_s:
             self._agree_with(contact, now)
 
     def _agree_with(self, contact: Contact, now: float) -> None:
         self._last_sync = now
-        # while there is no end of news, rumours alone carry most of it
+        # while there is news all the time, rumours alone carry most of it
         self._sync_s = min(self._config.sync_s_max, 1.5 * self._sync_s)
         self._spawn(self.sync(contact))
 
     async def sync(self, contact: Contact) -> None:
-        """Exchange what either side lacks. Failure is no matter: digests will differ again."""
+        """Exchange what either side lacks. It may fail: then the digests will differ again."""
         members = self._members
         digests = members.digests()
         try:
@@ -425,7 +434,7 @@ class Liveness:
             return
 
     async def leave(self) -> None:
-        """Say goodbye: worth more than any detection. In a large cluster some pass it on."""
+        """Say goodbye, which is better than any detection. In a large cluster, some pass it on."""
         others = [m.contact for m in self._members.here() if m.contact.id != self._rpc.me.id]
         told = self._rng.sample(others, min(len(others), self._config.farewells_max))
         self._members.leave()
@@ -460,10 +469,10 @@ class Liveness:
     def _exchange(self, sender: Contact, message: Exchange) -> Rumours:
         self._hear(message.members)
         known = self._members.get
-        newer = [  # than what it has just told, such as deaths that are no news any more
+        newer = [  # than what the sender has just told, such as deaths that are no news any more
             peer
             for peer, *rank in briefs(message.members)
-            if (mine := known(peer)) is not None and [*mine[4:7]] > rank
+            if (member := known(peer)) is not None and [*member[4:7]] > rank
         ]
         wanted = (self._members.packed(peer) for peer in dict.fromkeys((*message.wanted, *newer)))
         return Rumours.of(tuple(packed for packed in wanted if packed))
@@ -472,13 +481,11 @@ class Liveness:
         self._members.apply(message.member, self._now())
         return Done()
 
-    # ----------------------------------------------------------------- small things
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _spawn(self, work: object) -> None:
-        if len(self._tasks) >= 64:
+        if len(self._tasks) >= TASKS_MAX:
             work.close()  # type: ignore[attr-defined]
             return
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
