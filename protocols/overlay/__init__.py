@@ -1,1 +1,1 @@
-"""The Kademlia overlay: who is close to a key."""
+"""The overlay, which finds the peers closest to a key: Kademlia, or Chord."""

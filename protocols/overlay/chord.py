@@ -1,12 +1,12 @@
-"""The ring: Chord over the ids, messages and calls that Kademlia uses, in its place.
+"""Chord, in the place of Kademlia: a ring over the same ids, messages and calls.
 
-A key belongs to the peers that follow it on the circle of ids. A peer knows those that follow it
-(its successors) and those before it, and of each doubling distance the first that follow there (its
-fingers); a lookup goes from one to the next by the one closest before the key, at least half of the
-way each time, and ends where the key's own predecessor has named who follows it.
+A key belongs to the peers that follow it on the circle of ids. A peer knows the peers that follow
+it (its successors), those before it (its predecessors), and for each doubling distance the first
+peers from there on (its fingers). A lookup goes on to the known peer closest before the key, which
+is at least half of the way each time, until the key's own predecessor has named its successors.
 
-Stabilisation: a peer asks its first successor who stands between them, and now and then looks up
-the start of a finger. Members known to be dead leave at once, as in the other overlay.
+Stabilisation: a peer asks its first successor for the peers between them, and now and then looks up
+the start of a finger. Members known to be dead leave at once, as in Kademlia.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .table import STRIKES_MAX
 
 SIZE = 1 << 8 * ID_BYTES
 NEAR = 8  # successors, and predecessors
-FINGERS = 2  # of each doubling distance
-SLACK = 32
+FINGERS = 2  # for each doubling distance
+SLACK = 32  # contacts beyond those that stay, before the rest is pruned
 PRECEDING = 3  # of the contacts in an answer; the others follow the key
 
 
 def clockwise(start: bytes, end: bytes) -> int:
-    """The way from one to the other, as ids rise."""
+    """The distance from one id to the other, in the direction of rising ids."""
     return (int.from_bytes(end, "big") - int.from_bytes(start, "big")) % SIZE
 
 
 class Circle:
-    """Whom a peer knows on the ring: as `table.Table` for the other overlay."""
+    """The peers that a peer knows on the ring: what `table.Table` is for Kademlia."""
 
     def __init__(self, me: bytes) -> None:
         self._me = int.from_bytes(me, "big")
-        self._contacts: dict[int, Contact] = {}  # by the way from here to there
-        self._ways: list[int] = []  # the same, in their order
+        self._contacts: dict[int, Contact] = {}  # by their clockwise distance from this peer
+        self._ways: list[int] = []  # the distances, sorted
         self._limit = 2 * NEAR + SLACK
         self._strikes: dict[bytes, int] = {}
 
@@ -78,7 +78,7 @@ class Circle:
             self._prune()
 
     def _prune(self) -> None:
-        """Near ones and fingers stay."""
+        """Keep the nearest on both sides, and the fingers."""
         ways = self._ways
         kept = {*ways[:NEAR], *ways[-NEAR:]}
         taken = [0] * (8 * ID_BYTES)
@@ -105,13 +105,13 @@ class Circle:
             del self._ways[bisect_left(self._ways, way)]
 
     def closest(self, target: bytes, count: int, without: Collection[bytes] = ()) -> list[Contact]:
-        """Those that follow it, the first first."""
+        """The peers that follow the target, the nearest first."""
         return self._nearest(self._way(target), 1, count, without)
 
     def preceding(
         self, target: bytes, count: int, without: Collection[bytes] = ()
     ) -> list[Contact]:
-        """Those before it, the closest first; who stands on it follows it."""
+        """The peers before the target, the nearest first; one exactly at it follows it."""
         return self._nearest((self._way(target) - 1) % SIZE, -1, count, without)
 
     def _nearest(
@@ -120,8 +120,8 @@ class Circle:
         near = heapq.nsmallest(
             count + len(without), [sign * (way - start) % SIZE for way in self._ways]
         )
-        found = [self._contacts[(start + sign * far) % SIZE] for far in near]
-        return [contact for contact in found if contact.id not in without][:count]
+        contacts = [self._contacts[(start + sign * far) % SIZE] for far in near]
+        return [contact for contact in contacts if contact.id not in without][:count]
 
     def is_among_closest(self, peer: bytes, target: bytes, count: int) -> bool:
         if peer not in self:
@@ -132,10 +132,11 @@ class Circle:
 
 
 class RingLookup:
-    """As `lookup.Lookup`: `next`, `answered`, `failed`; no network in it.
+    """One lookup, like `lookup.Lookup`: `next`, `answered`, `failed`; no network in it.
 
-    First on to the key's predecessor; when that has answered, those that follow the key are asked:
-    they are there, and know each other. It ends when the first `wanted` of them have answered."""
+    It first moves on to the key's predecessor. When that has answered, the peers that follow the
+    key are asked: this shows that they are alive, and they know each other. The lookup ends when
+    the first `wanted` of them have answered."""
 
     def __init__(
         self, target: bytes, start: Iterable[Contact], wanted: int, width: int, calls_max: int
@@ -144,7 +145,7 @@ class RingLookup:
         self._wanted = wanted
         self._width = width
         self._calls_left = calls_max
-        self._before: list[tuple[int, Contact]] = []  # the closest first
+        self._before: list[tuple[int, Contact]] = []  # the nearest first
         self._after: list[tuple[int, Contact]] = []
         self._known: set[bytes] = set()
         self._asked: set[bytes] = set()
@@ -172,15 +173,16 @@ class RingLookup:
         return fresh
 
     def _arrived(self) -> bool:
-        """Its predecessor has answered, as far as is known."""
+        """Whether the key's predecessor has answered, as far as it is known."""
         return not self._before or self._before[0][1].id in self._answered
 
     def _closing(self) -> list[Contact]:
+        """The owners of the key, as far as they are known."""
         return [contact for _, contact in self._after[: self._wanted]]
 
-    def answered(self, peer: bytes, found: Iterable[Contact]) -> None:
+    def answered(self, peer: bytes, contacts: Iterable[Contact]) -> None:
         self._answered.add(peer)
-        self._learn(found)
+        self._learn(contacts)
 
     def failed(self, peer: bytes) -> None:
         self._failed.add(peer)
@@ -199,7 +201,7 @@ class RingLookup:
 
 
 def follows(peer: bytes, key: bytes) -> int:
-    """How far behind it: the first that follow a key are its owners."""
+    """How far a peer is behind a key: the first that follow it are its owners."""
     return clockwise(key, peer)
 
 
@@ -229,7 +231,7 @@ class Ring(Overlay):
         return FoundPeers(contacts=tuple(dict.fromkeys((*before, *after))))
 
     async def refresh(self) -> None:
-        """Fill the ring near and far, and keep it true. Runs for ever."""
+        """Fill the ring near and far, and keep it up to date. Runs for ever."""
         bits = 8 * ID_BYTES
         while True:
             await self.find(self._rpc.me.id)
@@ -242,7 +244,7 @@ class Ring(Overlay):
                 await self._stabilise()
 
     async def _stabilise(self) -> None:
-        """Who stands between this peer and the next, and who follows that one."""
+        """Ask the first successor for the peers between it and this one, and for its successors."""
         table = self.circle
         for successor in table.successors()[:1]:
             ask = FindPeers(target=self._rpc.me.id)
@@ -257,7 +259,7 @@ class Ring(Overlay):
                     await self._greet(contact)
 
     async def _greet(self, contact: Contact) -> None:
-        """Only who answers is taken in."""
+        """Take in a contact if it answers."""
         ask = FindPeers(target=self._rpc.me.id)
         try:
             await self._rpc.call(contact, ask, FoundPeers, self._config.lookup_timeout_s)

@@ -1,10 +1,10 @@
-"""The overlay's service: keeps the table true, and finds the peers closest to a key.
+"""The overlay's service: keeps the routing table up to date, and finds the peers closest to a key.
 
-A lookup never waits for its slowest peer: an unanswered one is passed over after a soft time-out
-and another is asked. Members known dead or gone leave the table at once.
+A lookup never waits for its slowest peer: a peer that does not answer is passed over after a soft
+timeout, and another is asked. Members known to be dead or gone leave the table at once.
 
-Every message is a sign of life, and lookups are rare: what was seen is sorted into the table when
-somebody asks it, a contact once however often it was seen since.
+Every message is a sign of life, and lookups are rare: contacts are sorted into the table only when
+it is read, each once, however often it was seen since.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from .lookup import Lookup
 from .table import Table, distance
 
 UNSORTED_MAX = 1024
+CHECKS_MAX = 16
 
 
 class Routes(Protocol):
-    """Whom a peer knows: `table.Table`, or what another overlay has in its place."""
+    """The contacts that a peer knows: `table.Table`, or another overlay's."""
 
     def touch(self, contact: Contact) -> bool: ...
     def saw(self, contact: Contact) -> Contact | None: ...
@@ -38,23 +39,23 @@ class Routes(Protocol):
 
 
 class Way(Protocol):
-    """A lookup: `lookup.Lookup`, or another overlay's."""
+    """One lookup: `lookup.Lookup`, or another overlay's."""
 
     @property
     def over(self) -> bool: ...
     def next(self) -> list[Contact]: ...
-    def answered(self, peer: bytes, found: Iterable[Contact]) -> None: ...
+    def answered(self, peer: bytes, contacts: Iterable[Contact]) -> None: ...
     def failed(self, peer: bytes) -> None: ...
     def result(self) -> list[Contact]: ...
 
 
 class Overlay:
-    #: how far a peer is from a key: the closest ones are its owners
+    #: the distance of a peer from a key: the closest peers are its owners
     far: Callable[[bytes, bytes], int] = staticmethod(distance)
 
     def __init__(self, rpc: Rpc, rng: random.Random, config: Config) -> None:
-        self._unsorted: dict[bytes, Contact | None] = {}  # the latest last; None: it is gone
-        # What the failure detector says: who is there by its word is not pinged by this one's, too
+        self._unsorted: dict[bytes, Contact | None] = {}  # the latest last; None: the peer is gone
+        # the failure detector's view: a peer that it takes for alive is not pinged from here, too
         self.is_alive: Callable[[bytes], bool] = lambda peer: False
         self._rpc = rpc
         self._rng = rng
@@ -74,18 +75,18 @@ class Overlay:
 
     @property
     def table(self) -> Routes:
-        """As of now."""
+        """The table, up to date."""
         self._sort()
         return self._table
 
     def saw(self, contact: Contact) -> None:
         if contact.id in self._unsorted or not self._table.touch(contact):
-            self._put_by(contact.id, contact)
+            self._sort_later(contact.id, contact)
 
     def gone(self, peer: bytes) -> None:
-        self._put_by(peer, None)
+        self._sort_later(peer, None)
 
-    def _put_by(self, peer: bytes, contact: Contact | None) -> None:
+    def _sort_later(self, peer: bytes, contact: Contact | None) -> None:
         self._unsorted.pop(peer, None)
         self._unsorted[peer] = contact
         if len(self._unsorted) >= UNSORTED_MAX:
@@ -101,16 +102,16 @@ class Overlay:
 
     def _sort_in(self, contact: Contact) -> None:
         doubtful = self._table.saw(contact)
-        if doubtful is not None and self.is_alive(doubtful.id):
+        if doubtful is None or self.is_alive(doubtful.id):
             return
-        if doubtful is not None and doubtful.id not in self._checking and len(self._checks) < 16:
+        if doubtful.id not in self._checking and len(self._checks) < CHECKS_MAX:
             self._checking.add(doubtful.id)
             task = asyncio.ensure_future(self._check(doubtful, contact))
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
 
     async def _check(self, doubtful: Contact, newcomer: Contact) -> None:
-        """The oldest of a full bucket stays if it lives; else the newcomer takes its place."""
+        """Keep the oldest contact of a full bucket if it answers; else the newcomer replaces it."""
         try:
             limit_s = self._config.lookup_timeout_s
             await self._rpc.call(doubtful, Ping(digest=0), Ack, limit_s, probing=True)
@@ -122,7 +123,7 @@ class Overlay:
             self._checking.discard(doubtful.id)
 
     async def find(self, target: bytes, wanted: int | None = None) -> list[Contact]:
-        """The closest peers to a key, nearest first; this peer counts among them."""
+        """The closest peers to a key, nearest first; this peer may be among them."""
         count = wanted or self._config.lookup_wanted
         config = self._config
         lookup = self._make_lookup(target, count)
@@ -143,9 +144,9 @@ class Overlay:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        found = [*lookup.result(), self._rpc.me]
-        found.sort(key=lambda c: self.far(c.id, target))
-        return found[:count]
+        closest = [*lookup.result(), self._rpc.me]
+        closest.sort(key=lambda c: self.far(c.id, target))
+        return closest[:count]
 
     def _take(self, lookup: Way, contact: Contact, task: asyncio.Task[FoundPeers]) -> None:
         try:
@@ -164,7 +165,9 @@ class Overlay:
         return FoundPeers(contacts=tuple(closest))
 
     async def refresh(self) -> None:
-        """Look up oneself, then random keys: fills the buckets near and far. Runs for ever."""
+        """Look up this peer's own id, then random keys, to fill the buckets near and far.
+
+        Runs for ever."""
         while True:
             await self.find(self._rpc.me.id)
             await self.find(self._rng.randbytes(20))

@@ -1,8 +1,8 @@
-"""One lookup, as a small object: `next`, `answered`, `failed`. No network in it.
+"""One Kademlia lookup, as a small object: `next`, `answered`, `failed`. No network in it.
 
-It ends when the `wanted` closest peers that are known and not failed have all answered: an owner
-needs the few closest, not twenty. A peer that failed is never returned, and never comes back
-through another's answer.
+It ends when the `wanted` closest peers that are known and have not failed have all answered: a few
+owners are enough, not twenty. A peer that failed is never returned, and never comes back through
+another peer's answer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Lookup:
         self._failed: set[bytes] = set()
 
     def next(self) -> list[Contact]:
-        """Whom to ask now; empty while enough are being asked, or when it is over."""
+        """The peers to ask now; empty while enough are being asked, or when it is over."""
         waiting = len(self._asked) - len(self._answered) - len(self._failed)
         room = min(self._width - waiting, self._calls_left)
-        # only the closest count: asking anyone further away can't change the result
+        # only the closest matter: asking a peer further away cannot change the result
         fresh = [c for c in self._best() if c.id not in self._asked][: max(0, room)]
         self._asked.update(c.id for c in fresh)
         self._calls_left -= len(fresh)
         return fresh
 
-    def answered(self, peer: bytes, found: Iterable[Contact]) -> None:
+    def answered(self, peer: bytes, contacts: Iterable[Contact]) -> None:
         self._answered.add(peer)
-        for contact in found:
+        for contact in contacts:
             if contact.id not in self._failed:
                 self._known.setdefault(contact.id, contact)
 

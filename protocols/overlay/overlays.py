@@ -1,4 +1,4 @@
-"""The overlays, by their names (`config.OVERLAYS`): two ways to find who is closest to a key."""
+"""The overlays by name (`config.OVERLAYS`): two ways to find the peers closest to a key."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ MADE_BY: dict[str, type[Overlay]] = {"kademlia": Overlay, "chord": Ring}
 
 
 def far(overlay: str) -> Callable[[bytes, bytes], int]:
-    """How far a peer is from a key."""
+    """The overlay's measure of how far a peer is from a key."""
     return MADE_BY[overlay].far

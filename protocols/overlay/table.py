@@ -1,8 +1,8 @@
 """The routing table: buckets of the `kademlia` package, with exact answers and last-seen order.
 
-What the package gets wrong and is done here instead: `closest` is exact (it returned the first k
-it met), every word from a peer moves it to the end of its bucket and takes over a changed address
-(a known contact was never touched again), and one lost reply evicts nobody.
+This table corrects three things in the package: `closest` is exact (the package returns the first k
+it meets); every message from a peer moves it to the end of its bucket and updates its address (the
+package never touches a known contact again); and one lost reply evicts nobody.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def distance(a: bytes, b: bytes) -> int:
 
 @lru_cache(NODES_MADE_MAX)
 def _node(contact: Contact) -> Node:
-    """As the package has it: the same contact comes again and again."""
+    """The package's form of a contact; the same one comes again and again."""
     return Node(contact.id, contact.host, contact.port)
 
 
@@ -37,11 +37,11 @@ class Table:
         self._me = me
         self._table = RoutingTable(None, bucket_size, Node(me))
         self._contacts: dict[bytes, Contact] = {}
-        self._numbers: dict[int, Contact] = {}  # the same, by their ids as numbers
-        self._touched: set[bytes] = set()  # heard of since their turn in their bucket came
+        self._numbers: dict[int, Contact] = {}  # the same contacts by their ids as numbers
+        self._touched: set[bytes] = set()  # heard from since they were last moved in their bucket
         self._strikes: dict[bytes, int] = {}
-        self._starts = [0]  # where the buckets begin, in their order
-        self._settled: set[int] = set()  # where those begin that are full, and do not split
+        self._starts = [0]  # of the buckets, in their order
+        self._settled: set[int] = set()  # starts of buckets that are full and do not split
 
     def __len__(self) -> int:
         return len(self._contacts)
@@ -53,7 +53,7 @@ class Table:
         return list(self._contacts.values())
 
     def touch(self, contact: Contact) -> bool:
-        """A sign of life of one that may be in it, as it stands there."""
+        """Note a sign of life, if exactly this contact is in the table."""
         if self._contacts.get(contact.id) != contact:
             return False
         self._touched.add(contact.id)
@@ -62,19 +62,18 @@ class Table:
         return True
 
     def saw(self, contact: Contact) -> Contact | None:
-        """A sign of life. Returns a contact to check when the bucket is full: its oldest."""
+        """Add a contact that gave a sign of life. If its bucket is full: the contact to check, its
+        oldest."""
         if contact.id == self._me or not contact.port or self.touch(contact):
             return None
         if self._strikes:
             self._strikes.pop(contact.id, None)
         node = _node(contact)
         bucket = self._bucket(node.long_id)
-        enough = bucket.range[0] in self._settled and len(bucket.replacement_nodes) >= bucket.ksize
-        if enough and contact.id not in self._contacts:
+        if contact.id not in self._contacts and self._is_overfull(bucket):
             return self._oldest(bucket)
         while not bucket.add_node(node):
-            splits = bucket.has_in_range(self._table.node) or _depth(bucket) % 5 != 0
-            if not splits:
+            if not self._may_split(bucket):
                 self._settled.add(bucket.range[0])
                 return self._oldest(bucket)
             self._split(bucket)
@@ -82,8 +81,15 @@ class Table:
         self._hold(contact)
         return None
 
+    def _is_overfull(self, bucket: KBucket) -> bool:
+        """It will not split, and has as many replacements as it has use for."""
+        return bucket.range[0] in self._settled and len(bucket.replacement_nodes) >= bucket.ksize
+
+    def _may_split(self, bucket: KBucket) -> bool:
+        return bool(bucket.has_in_range(self._table.node)) or _depth(bucket) % 5 != 0
+
     def _oldest(self, bucket: KBucket) -> Contact:
-        """Not heard of for longest: who was heard of goes to the end once its turn comes."""
+        """The contact not heard from for longest. (Those heard from move to the end only here.)"""
         nodes = bucket.nodes
         while (first := next(iter(nodes))) in self._touched:
             self._touched.discard(first)
@@ -113,17 +119,17 @@ class Table:
             self._settled.discard(bucket.range[0])
             bucket.remove_node(Node(peer))
             last = next(reversed(bucket.nodes.values()), None)
-            if last is not None and last.id not in self._contacts:  # came up from the replacements
+            if last is not None and last.id not in self._contacts:  # it was a replacement
                 self._hold(Contact(id=last.id, host=last.ip, port=last.port))
 
     def closest(self, target: bytes, count: int, without: Collection[bytes] = ()) -> list[Contact]:
         aim, numbers = int.from_bytes(target, "big"), self._numbers
         near = heapq.nsmallest(count + len(without), [number ^ aim for number in numbers])
-        found = [numbers[far ^ aim] for far in near]
-        return [contact for contact in found if contact.id not in without][:count]
+        contacts = [numbers[far ^ aim] for far in near]
+        return [contact for contact in contacts if contact.id not in without][:count]
 
     def is_among_closest(self, peer: bytes, target: bytes, count: int) -> bool:
-        """Mostly it is not, and a few that are closer are soon found: not all are put in order."""
+        """Usually it is not, and a few closer peers turn up soon: so nothing is sorted."""
         if peer not in self._contacts:
             return False
         limit, aim = distance(peer, target), int.from_bytes(target, "big")
@@ -134,9 +140,9 @@ class Table:
                     return False
         return True
 
-    def _bucket(self, id: int) -> KBucket:
+    def _bucket(self, number: int) -> KBucket:
         # the package's own search misplaces an id that equals a bucket's upper end
-        bucket: KBucket = self._table.buckets[bisect_right(self._starts, id) - 1]
+        bucket: KBucket = self._table.buckets[bisect_right(self._starts, number) - 1]
         return bucket
 
     def _split(self, bucket: KBucket) -> None:
@@ -151,8 +157,8 @@ class Table:
 
 
 def _depth(bucket: KBucket) -> int:
-    """How many bits all ids of its range have in common at their beginning: as in the Kademlia
-    paper. (The package goes by those that happen to be in it, and compares strings.)"""
+    """The number of leading bits that all ids of the bucket's range share, as in the Kademlia
+    paper. (The package compares the ids that happen to be in it, as strings.)"""
     lowest, highest = bucket.range
     width: int = highest - lowest + 1
     return ID_BYTES * 8 + 1 - width.bit_length()
