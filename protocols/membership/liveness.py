@@ -122,7 +122,7 @@ class Liveness:
             self._members.forget(self._now())
 
     async def gossip(self) -> None:
-        """Spread news while there is any: among a thousand peers, pings alone take half a minute."""
+        """Spread news while there is any: among a thousand peers, pings alone need 30 seconds."""
         while True:
             await self._news.wait()
             await asyncio.sleep(self._config.gossip_s * (0.75 + 0.5 * self._rng.random()))
