@@ -1,1 +1,1 @@
-"""THE PROOF: the code of `protocols/`, unchanged, on a virtual clock and an in-memory network."""
+"""The simulator: the product's own code on a virtual clock, an in-memory network and disks."""

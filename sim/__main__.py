@@ -1,4 +1,4 @@
-"""`python -m sim`: one simulated disaster, or many; each is its seed."""
+"""`python -m sim` runs one simulated disaster, or many; a run is its seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .mutants import EXPECTED, MUTANTS, WORLDS, applied
 from .plan import CROWD, CROWD_PEERS, FAULTS, Plan, WorldReport
 from .world import simulate
 
-#: a run that takes so long in real time goes round in circles
+#: a run that takes this long in real time is taken for an endless loop
 REAL_S_MAX = 120
 CROWD_REAL_S_MAX = 3600
 RUNS_PER_PROCESS = 4
@@ -30,7 +30,7 @@ SHRINK_RUNS_MAX = 150
 
 
 class TooLong(BaseException):
-    pass
+    """A run has taken too long in real time."""
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
@@ -45,13 +45,13 @@ def one(plan: Plan) -> WorldReport:
         with applied(plan.mutant):
             return run_out(simulate(plan))
     except TooLong:
-        return WorldReport(plan.seed, f"it does not come to an end within {limit_s} s of real time")
+        return WorldReport(plan.seed, f"the run does not end within {limit_s} s of real time")
     finally:
         signal.alarm(0)
 
 
 def _silently() -> None:
-    """In a process of its own: coroutines of a world that is over have nothing more to say."""
+    """Silence the warnings of coroutines that a world leaves behind; for a process of its own."""
     sys.unraisablehook = lambda _: None
     warnings.simplefilter("ignore", RuntimeWarning)
 
@@ -99,7 +99,7 @@ def tell(report: WorldReport, plan: Plan, trace: bool) -> None:
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Worlds with a little less in them, the boldest cuts first."""
+    """Plans with a little less in them, the boldest cuts first."""
     for seconds in (plan.seconds / 2, plan.seconds * 0.8):
         if seconds >= 5:
             yield replace(plan, seconds=round(seconds, 1))
@@ -113,21 +113,21 @@ def smaller(plan: Plan) -> Iterator[Plan]:
 
 
 def shrink(plan: Plan, report: WorldReport, jobs: int | None) -> tuple[Plan, WorldReport]:
-    """A run that goes wrong with less happening in it, if there is one among a few tries."""
+    """A smaller run that goes wrong, too, if a few tries find one."""
     tries = SHRINK_RUNS_MAX
     while tries > 0:
         listed = [p for p in smaller(plan) if p.faults or not plan.faults][:tries]
         tries -= len(listed)
-        found = [(p, r) for p, r in many(listed, jobs) if r.violation]
-        found = [(p, r) for p, r in found if len(r.trace) < len(report.trace)]
-        if not found:
+        broken = [(p, r) for p, r in many(listed, jobs) if r.violation]
+        shorter = [(p, r) for p, r in broken if len(r.trace) < len(report.trace)]
+        if not shorter:
             break
-        plan, report = min(found, key=lambda row: len(row[1].trace))
+        plan, report = min(shorter, key=lambda row: len(row[1].trace))
     return plan, report
 
 
 def hunt(options: argparse.Namespace) -> int:
-    """For each rule, the first run that notices that it is broken."""
+    """Break each rule in turn, until a run notices it. Returns the exit code."""
     survived = []
     for name in MUTANTS:
         for plan, report in many(plans(options, name), options.jobs):
@@ -144,51 +144,34 @@ def hunt(options: argparse.Namespace) -> int:
 
 def main() -> int:
     with_fixed_hashes("sim")
-    default = Plan(0)
-    parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="the run, or the first of them")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs")
-    parser.add_argument("--first", action="store_true", help="stop at the first violation")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side")
-    parser.add_argument("--peers", type=int, default=default.peers)
-    parser.add_argument("--workflows", type=int, default=default.workflows)
-    parser.add_argument("--seconds", type=float, default=default.seconds, help="of faults")
-    parser.add_argument("--every-s", type=float, default=default.every_s, help="a fault")
-    parser.add_argument("--keepers", type=int, default=default.keepers)
-    parser.add_argument("--replaced", type=float, default=0.0, help="share of peers, each minute")
-    share = "of tasks that need several peers at once"
-    parser.add_argument("--gangs", type=float, default=default.gangs, help=share)
-    parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s)
-    known = [name for name in strategies.names() if name != strategies.AUTO]
-    parser.add_argument("--strategy", choices=known, default=default.strategy)
-    parser.add_argument("--queue", action="store_true", help="a task queue, too: for pilots")
-    parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)
-    few = "of a journal in one message; 1: an entry at a time; 0: as the seed says"
-    parser.add_argument("--slice-bytes", type=int, default=default.slice_bytes, help=few)
-    names = f"some of {','.join(FAULTS)}; or perish, halve; or none"
-    parser.add_argument("--faults", default="", help=names)
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
-    parser.add_argument("--mutants", action="store_true", help="break each: all must be noticed")
-    parser.add_argument("--whole", action="store_true", help="a violation's run as it is")
-    parser.add_argument("--verbose", action="store_true", help="as it happens")
-    options = parser.parse_args()
+    options = _options()
     logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
     if options.verbose:
         logging.getLogger("valence.sim").setLevel(logging.INFO)
     if options.mutants:
         return hunt(options)
     listed = plans(options, options.mutant)
+    if len(listed) == 1:
+        broken = run_one(listed[0], options)
+        sys.stdout.flush()
+        os._exit(int(broken))  # without it, tasks of that world would wake up once more
+    return run_all(listed, options)
+
+
+def run_one(plan: Plan, options: argparse.Namespace) -> bool:
+    """Run one plan, and tell all about it; True if it broke a rule."""
+    report = next(iter(many([plan], 1)))[1] if not options.verbose else one(plan)
+    if report.violation and not (options.verbose or options.whole or plan.crowded):
+        print(f"seed {plan.seed} goes wrong; looking for a shorter run that does …")
+        plan, report = shrink(plan, report, options.jobs)
+    tell(report, plan, trace=not options.verbose)
+    return bool(report.violation)
+
+
+def run_all(listed: list[Plan], options: argparse.Namespace) -> int:
+    """Run many plans, and tell of those that break a rule. Returns the exit code."""
     start = time.monotonic()
     bad = 0
-    if len(listed) == 1:
-        plan = listed[0]
-        report = next(iter(many([plan], 1)))[1] if not options.verbose else one(plan)
-        if report.violation and not (options.verbose or options.whole or plan.crowded):
-            print(f"seed {plan.seed} goes wrong; looking for a shorter run that does …")
-            plan, report = shrink(plan, report, options.jobs)
-        tell(report, plan, trace=not options.verbose)
-        sys.stdout.flush()
-        os._exit(1 if report.violation else 0)  # nobody of that world wakes up once more
     for plan, report in many(listed, options.jobs):
         bad += bool(report.violation)
         if report.violation:
@@ -198,6 +181,43 @@ def main() -> int:
                 break
     print(f"{len(listed)} runs, {bad} violations, {time.monotonic() - start:.0f} s")
     return 1 if bad else 0
+
+
+def _options() -> argparse.Namespace:
+    default = Plan(0)
+    parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="the run, or the first of several")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs")
+    parser.add_argument("--first", action="store_true", help="stop at the first violation")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs in parallel")
+    parser.add_argument("--peers", type=int, default=default.peers)
+    parser.add_argument("--workflows", type=int, default=default.workflows)
+    faulty = "how long faults occur"
+    parser.add_argument("--seconds", type=float, default=default.seconds, help=faulty)
+    often = "seconds between two faults, on average"
+    parser.add_argument("--every-s", type=float, default=default.every_s, help=often)
+    parser.add_argument("--keepers", type=int, default=default.keepers)
+    replaced = "share of the peers that are replaced each minute"
+    parser.add_argument("--replaced", type=float, default=default.replaced, help=replaced)
+    gangs = "share of the tasks that need several peers at once"
+    parser.add_argument("--gangs", type=float, default=default.gangs, help=gangs)
+    lost = "seconds after which a lost majority is not waited for any more"
+    parser.add_argument("--majority-lost", type=float, default=default.majority_lost_s, help=lost)
+    known = [name for name in strategies.names() if name != strategies.AUTO]
+    parser.add_argument("--strategy", choices=known, default=default.strategy)
+    queue = "with a task queue; implies --strategy pilots"
+    parser.add_argument("--queue", action="store_true", help=queue)
+    parser.add_argument("--overlay", choices=OVERLAYS, default=default.overlay)
+    few = "bytes of a journal in one message; 1: one entry at a time; 0: the seed decides"
+    parser.add_argument("--slice-bytes", type=int, default=default.slice_bytes, help=few)
+    names = f"a selection of {','.join(FAULTS)}; also perish, halve; or none"
+    parser.add_argument("--faults", default="", help=names)
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break this rule")
+    every = "break each rule: every time, a run must notice it"
+    parser.add_argument("--mutants", action="store_true", help=every)
+    parser.add_argument("--whole", action="store_true", help="do not look for a shorter run")
+    parser.add_argument("--verbose", action="store_true", help="show the run as it happens")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A disk that keeps what was synced, and of what was not as much as chance wants.
+"""A simulated disk: it keeps what was synced, and a random part of what was not.
 
-The peer's own SQL runs on a real SQLite in memory, which is what has reached the platter. Writes
-take their time to get there, together with those that wait; a crash loses them from some point on.
+The peer's own SQL runs on a real SQLite in memory, which holds what has reached the platter. Writes
+take their time to get there, and those that wait go together; a crash loses all writes from some
+point on.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from .loop import NOBODY
 
 
 class Platter:
-    """What outlives the process."""
+    """Everything that outlives the process."""
 
     def __init__(self) -> None:
         self.tables = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
         prepare(self.tables)
         self.blobs: dict[bytes, bytes] = {}
-        self.holds: dict[bytes, set[str]] = {}  # what each is kept for
+        self.holds: dict[bytes, set[str]] = {}  # blob → what it is kept for
         self.boots = 0
 
     def apply(self, statements: list[Statement]) -> Exception | None:
@@ -92,10 +93,10 @@ class SimDatabase:
             self._sync()
 
     def crash(self) -> None:
-        """Some of what was on its way got there, in its order; nobody was told."""
+        """Some of the writes under way arrive, in their order; nobody is told."""
         self._dead = True
         for future in list(self._failed):
-            future.exception()  # who was to hear of it hears nothing any more
+            future.exception()  # nobody will hear of it any more
         rows = [*self._syncing, *self._waiting]
         for statements, _ in rows[: self._rng.randint(0, len(rows))] if not self.full else ():
             self.platter.apply(statements)

@@ -1,7 +1,7 @@
 """Files and attempts of simulated peers: contents in memory, work that takes virtual time.
 
-Every run of a task makes other contents, as real programs may: two results that were mixed up can
-be told apart.
+Every run of a task makes other contents, as real programs may, so that results that were mixed up
+are noticed.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ class SimBlobs:
     """`peer.blobs.Blobs`, as far as the parts of a peer use it."""
 
     def __init__(self, platter: Platter, quota_bytes: int = 2**40) -> None:
-        self.on_gone: Callable[[bytes], None] = lambda hash: None
+        self.on_gone: Callable[[bytes], None] = lambda digest: None
         self.on_pressure: Callable[[], Awaitable[None]] = _nobody
         self.cache = Cache(quota_bytes, 2**40)
         self.cache.on_evict = self._evicted
         self._held = platter.blobs
         self._holds = platter.holds
         self._manifests: dict[bytes, ChunkManifest] = {}
-        for hash, data in self._held.items():
-            for hold in self._holds.get(hash) or ("",):
-                self.cache.add(hash, len(data), hold)
+        for digest, data in self._held.items():
+            for hold in self._holds.get(digest) or ("",):
+                self.cache.add(digest, len(data), hold)
 
-    def __contains__(self, hash: bytes) -> bool:
-        return hash in self._held
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
 
     @property
     def blob_bytes_max(self) -> int:
         return self.cache.blob_bytes_max
 
-    def size(self, hash: bytes) -> int | None:
-        return len(self._held[hash]) if hash in self._held else None
+    def size(self, digest: bytes) -> int | None:
+        return len(self._held[digest]) if digest in self._held else None
 
-    def _evicted(self, hash: bytes) -> None:
-        del self._held[hash]
-        self._manifests.pop(hash, None)
-        self.on_gone(hash)
+    def _evicted(self, digest: bytes) -> None:
+        del self._held[digest]
+        self._manifests.pop(digest, None)
+        self.on_gone(digest)
 
-    def hold(self, hash: bytes, hold: str) -> bool:
-        if hash not in self._held:
+    def hold(self, digest: bytes, hold: str) -> bool:
+        if digest not in self._held:
             return False
-        self._holds.setdefault(hash, set()).add(hold)
-        self.cache.add(hash, len(self._held[hash]), hold)
+        self._holds.setdefault(digest, set()).add(hold)
+        self.cache.add(digest, len(self._held[digest]), hold)
         return True
 
     def release(self, hold: str, hashes: Iterable[bytes]) -> None:
-        for hash in hashes:
-            self._holds.get(hash, set()).discard(hold)
-            self.cache.release(hash, hold)
+        for digest in hashes:
+            self._holds.get(digest, set()).discard(hold)
+            self.cache.release(digest, hold)
 
     @contextlib.asynccontextmanager
     async def make_room(self, size: int) -> AsyncIterator[Reservation]:
@@ -78,57 +78,57 @@ class SimBlobs:
             self.cache.give_back(room)
 
     async def put(self, data: bytes, hold: str = OWN) -> bytes:
-        hash = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(data).digest()
         await asyncio.sleep(0.001)
-        if hash not in self._held:
+        if digest not in self._held:
             async with self.make_room(len(data)) as room:
-                self.keep(hash, data, hold, room)
+                self.keep(digest, data, hold, room)
         elif hold:
-            self.hold(hash, hold)
-        return hash
+            self.hold(digest, hold)
+        return digest
 
-    def keep(self, hash: bytes, data: bytes, hold: str, room: Reservation) -> None:
-        if hash not in self._held:
-            self._held[hash] = data
-            self.cache.add(hash, len(data), "", room)
+    def keep(self, digest: bytes, data: bytes, hold: str, room: Reservation) -> None:
+        if digest not in self._held:
+            self._held[digest] = data
+            self.cache.add(digest, len(data), "", room)
         if hold:
-            self.hold(hash, hold)
+            self.hold(digest, hold)
 
     async def put_many(
-        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
+        self, blobs: list[tuple[bytes, bytes]], room: Reservation | None = None
     ) -> None:
         await asyncio.sleep(0.001)
-        for hash, data in found:
-            self.keep(hash, data, "", room or Reservation())
+        for digest, data in blobs:
+            self.keep(digest, data, "", room or Reservation())
 
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
-        return [(hash, self._held[hash]) for hash in hashes]
+        return [(digest, self._held[digest]) for digest in hashes]
 
-    async def read(self, hash: bytes, offset: int, length: int) -> bytes:
-        self.cache.used(hash)
-        return self._held[hash][offset : offset + length]
+    async def read(self, digest: bytes, offset: int, length: int) -> bytes:
+        self.cache.used(digest)
+        return self._held[digest][offset : offset + length]
 
-    async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
-        yield self._held[hash][start:end]
+    async def chunks(self, digest: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+        yield self._held[digest][start:end]
 
     async def make_up(self, name: str, size: int, hold: str) -> tuple[bytes, int]:
         return await self.put(b"".join(made_up(name, size)), hold), size
 
-    def touch(self, hash: bytes) -> None:
+    def touch(self, digest: bytes) -> None:
         pass
 
     def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]:
         return self.cache.pinned(hashes)
 
-    async def manifest(self, hash: bytes) -> ChunkManifest:
-        data = self._held[hash]
-        if hash not in self._manifests:
+    async def manifest(self, digest: bytes) -> ChunkManifest:
+        data = self._held[digest]
+        if digest not in self._manifests:
             size = len(data)
             spans = [span(size, i) for i in range(count(size))]
-            self._manifests[hash] = ChunkManifest.of(size, (data[at : at + n] for at, n in spans))
-        return self._manifests[hash]
+            self._manifests[digest] = ChunkManifest.of(size, (data[at : at + n] for at, n in spans))
+        return self._manifests[digest]
 
-    def know_manifest(self, hash: bytes, manifest: ChunkManifest) -> None:
+    def know_manifest(self, digest: bytes, manifest: ChunkManifest) -> None:
         pass
 
     def part(self, size: int) -> SimPart:
@@ -152,9 +152,9 @@ class SimPart:
     async def hashed(self) -> bytes:
         return hashlib.sha256(self._data).digest()
 
-    async def keep(self, hash: bytes, hold: str, room: Reservation) -> None:
+    async def keep(self, digest: bytes, hold: str, room: Reservation) -> None:
         await asyncio.sleep(0.001)
-        self._blobs.keep(hash, bytes(self._data), hold, room)
+        self._blobs.keep(digest, bytes(self._data), hold, room)
 
     def close(self) -> None:
         pass
@@ -165,7 +165,7 @@ async def _nobody() -> None:
 
 
 class SimProcesses:
-    """None: a simulated attempt needs no process."""
+    """No processes: a simulated attempt needs none."""
 
     losses = 0
 
@@ -212,13 +212,13 @@ class SimAttempt:
         for name in work.outputs:
             size = 20_000 if "large" in name else 40
             data = f"{work.key} {work.epoch} {shop.rng.random()}".encode().ljust(size, b".")
-            hash = await shop.blobs.put(data, work.key.workflow)
-            outputs.append(File(name=name, hash=hash, size=len(data)))
-        found: dict[str, Any] = {"kind": "ok", "exit_code": 0, "outputs": tuple(outputs)}
-        found["moved"] = fetched.moved
+            digest = await shop.blobs.put(data, work.key.workflow)
+            outputs.append(File(name=name, hash=digest, size=len(data)))
+        outcome: dict[str, Any] = {"kind": "ok", "exit_code": 0, "outputs": tuple(outputs)}
+        outcome["moved"] = fetched.moved
         if work.call is not None:
-            found["value"] = Value("json", b"%d" % shop.rng.randint(0, 10**9))
-        return found
+            outcome["value"] = Value("json", b"%d" % shop.rng.randint(0, 10**9))
+        return outcome
 
     def _seconds(self) -> float:
         command = self.work.command or ("", "0.1")
@@ -233,7 +233,7 @@ class SimAttempt:
     async def take(self, answer: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError("no worker has answered")
 
-    async def too_much(self, id: int) -> tuple[str, str]:
+    async def too_much(self, pid: int) -> tuple[str, str]:
         return "", ""
 
     def too_much_on_disk(self) -> tuple[str, str]:
@@ -241,7 +241,7 @@ class SimAttempt:
 
 
 class SimLauncher:
-    """Where attempts run, and who looks on."""
+    """Runs attempts, and tells of their beginnings and ends."""
 
     pid = 0
 

@@ -1,6 +1,6 @@
 """A simulated host: a disk, and one life after another of the peer that runs on it.
 
-The peer is the product's: `SimPeer` is its substrate, `peer.enactment` all it does with workflows.
+The peer is the product's own: `SimPeer` is its substrate, `enactment` does all work on workflows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Host:
         self.sync_s = 0.001
         self.quota_bytes = 2**40
         self.site = site
-        self.queue = queue  # a task queue that its site pulls from
+        self.queue = queue  # the task queue that its site pulls from
         self._network = network
         self._config = config
 
@@ -147,7 +147,7 @@ class Host:
         return await self.peer.rpc.call(self.queue, message, Message, 10.0)
 
     async def _from_queue(self, file: File, hold: str, room: CacheRoom) -> None:
-        """What is an input of a queue's workflow: over its HTTP, if this were real."""
+        """Fetch an input of a queue's workflow; a real peer fetches it over HTTP."""
         assert self.queue is not None
         message = ReadBlob(hash=file.hash, offset=0, length=max(1, file.size))
         try:
@@ -160,24 +160,26 @@ class Host:
         return EPOCH_OF_TIME + self.skew_s + asyncio.get_running_loop().time()
 
     async def _join(self, seeds: list[Contact]) -> None:
-        """As the daemon does: greet until somebody answers, go on with what was here, then see."""
+        """Join as the daemon does: greet until a peer answers, then settle; and go on greeting."""
         others = [seed for seed in seeds if seed.id != self.id]
         settled, again_s = not others, 2.0
-        met: set[bytes] = set()  # whom the failure detector sees to
+        met: set[bytes] = set()  # peers that the failure detector looks after
         if settled:
             self.enactment.settle()
         while others:
-            seed = self.rng.choice(others)
-            if self.peer.members.get(seed.id) is not None:
-                met.add(seed.id)
-            if self.peer.members.count <= 1 or seed.id not in met:
-                await self._greet(seed)
+            await self._greet_new(self.rng.choice(others), met)
             if not settled and self.peer.members.count > 1:
                 settled = True
                 await asyncio.sleep(0.5)
                 self.enactment.settle()
             await asyncio.sleep(0.3 if not settled else again_s)
             again_s = min(30.0, 1.2 * again_s) if settled else 2.0
+
+    async def _greet_new(self, seed: Contact, met: set[bytes]) -> None:
+        if self.peer.members.get(seed.id) is not None:
+            met.add(seed.id)
+        if self.peer.members.count <= 1 or seed.id not in met:
+            await self._greet(seed)
 
     async def _greet(self, seed: Contact) -> None:
         try:
@@ -190,7 +192,7 @@ class Host:
         await self.peer.overlay.find(self.id)
 
     async def leave(self, grace_s: float) -> None:
-        """As the daemon does."""
+        """Leave as the daemon does."""
         await self.enactment.leave(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -198,8 +200,8 @@ class Host:
                 await asyncio.gather(peer.records.hand_on(), peer.liveness.leave())
 
     def kill(self, whole: bool = True, mute: bool = False) -> None:
-        """Between two steps, with nothing said; not the `whole` host, but its process. `mute`: and
-        what it had sent is lost with it, as it is every other time."""
+        """Kill the peer between two steps, without a word: the `whole` host, or only its process.
+        The messages that a whole host has in flight are lost, too: always if `mute`, else often."""
         assert self.life is not None
         if not whole:
             self._network.close(self.id)
@@ -210,17 +212,17 @@ class Host:
         self.life = None
 
     def bury(self) -> None:
-        """It will not be back, and nobody looks at it any more: it needs no memory."""
+        """Free its memory: it will not be back, and nobody looks at it any more."""
         peer, enactment = self.peer, self.enactment
         self._network.forget(peer.contact)
         self.platter.tables.close()
         for part in (*vars(enactment).values(), *vars(peer).values()):
-            ours = type(part).__module__.startswith(("valence.peer.", "valence.protocols."))
-            if ours and hasattr(part, "__dict__"):
+            product = type(part).__module__.startswith(("valence.peer.", "valence.protocols."))
+            if product and hasattr(part, "__dict__"):
                 vars(part).clear()
 
     async def do(self, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:
-        """As a part of this peer would; None if it does not come to an end in time."""
+        """Run this as a part of the peer; None if it does not end in time."""
         assert self.life is not None
         task = asyncio.get_running_loop().create_task(work, context=self.life.context.copy())
         done, _ = await asyncio.wait([task], timeout=limit_s)

@@ -1,8 +1,8 @@
 """An event loop whose clock jumps to the next timer: an hour takes as long as its events.
 
-All that a simulated peer does carries its `Life` in its context, as tasks and timers hand it on. So
-a peer can be killed between any two steps (nothing of it runs any more, no `finally`, no farewell)
-and stopped (nothing of it runs until it goes on).
+Everything that a simulated peer does carries its `Life` in its context, which tasks and timers pass
+on. So a peer can be killed between any two steps (nothing of it runs any more, no `finally`, no
+farewell) and stopped (nothing of it runs until it resumes).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Life:
-    """Of a process: from its start until it is killed."""
+    """The life of a process: from its start until it is killed."""
 
     def __init__(self) -> None:
         self.dead = False
@@ -36,7 +36,7 @@ class Life:
     def kill(self) -> None:
         self.dead = True
         self._held.clear()
-        # Nobody will wake these any more; were they cleaned away, their `finally` would run
+        # nothing wakes these any more; but if they were collected, their `finally` would run
         _FALLEN.extend(task for task in self._tasks if not task.done())
         self._tasks.clear()
 
@@ -55,33 +55,35 @@ class Life:
         asyncio.get_running_loop()._ready.extend(held)  # type: ignore[attr-defined]
 
     def hold(self, step: _Soon | _Timer) -> None:
-        """It may not be done now: not by the dead; by the stopped once they go on (what is called
-        off meanwhile stays undone)."""
+        """Keep a step that may not run now: if the process is stopped, until it resumes (steps that
+        are cancelled meanwhile are not run). The dead never run it."""
         if not self.dead:
             self._held.append(step)
 
 
 class _Soon(asyncio.Handle):
-    """One thing that a peer is to do."""
+    """A callback that a peer is to run soon."""
 
     __slots__ = ("life",)
     life: Life
 
 
 class _Timer(asyncio.TimerHandle):
+    """A callback that a peer is to run later."""
+
     __slots__ = ("life",)
     life: Life
 
 
 _FALLEN: list[asyncio.Task[Any]] = []
 _LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
-#: the context of what belongs to no peer: the network, the disks, the one who looks on
+#: the context of everything that belongs to no peer: the network, the disks, the checks
 NOBODY = contextvars.copy_context()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Nothing outside is waited for: when nothing is left to do, the clock moves to the next timer.
-    Timers are told apart by when they are due, then by who came first."""
+    Timers run in the order of their times; of equal times, the one made first runs first."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -97,7 +99,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once: while a thread is at it, this clock would run away."""
+        """Run it at once: while a thread ran it, this clock would run away."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -140,12 +142,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         ready, timers = self._ready, self._timers
         if not ready:
-            while timers and timers[0][2]._cancelled:
-                heapq.heappop(timers)
-            if not timers and not self._stopping:  # type: ignore[attr-defined]
-                raise RuntimeError("nothing will ever happen again: every task waits for ever")
-            if timers:
-                self.now = max(self.now, timers[0][0])
+            self._advance()
         while timers and timers[0][0] <= self.now:
             timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
@@ -161,6 +158,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                     continue
             handle._run()
 
+    def _advance(self) -> None:
+        """Move the clock to the next timer."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers and not self._stopping:  # type: ignore[attr-defined]
+            raise RuntimeError("deadlock: every task waits, and no timer is left")
+        if timers:
+            self.now = max(self.now, timers[0][0])
+
     def create_task(self, coro: Any, **more: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **more)
         context = more.get("context")
@@ -174,13 +181,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _unheard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A killed peer leaves tasks behind that nobody will ever wake; errors are another matter."""
+    """Report errors; but not the tasks of killed peers, which nothing will ever wake."""
     if "was destroyed but it is pending" not in context.get("message", ""):
         loop.default_exception_handler(context)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """To its end, in virtual time."""
+    """Run to the end, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
@@ -189,36 +196,36 @@ _ENDED: list[VirtualLoop] = []
 
 
 @contextlib.contextmanager
-def _found_quickly(loop: VirtualLoop) -> Iterator[None]:
-    """The only loop: before Python 3.12 the question for the running one is a system call, and
-    thousands of peers ask for the time."""
-    asked = asyncio.get_running_loop
+def _only_loop(loop: VirtualLoop) -> Iterator[None]:
+    """Make this the running loop without asking: before Python 3.12 each such question is a system
+    call, and thousands of peers ask for the time."""
+    original = asyncio.get_running_loop
     asyncio.get_running_loop = asyncio.events.get_running_loop = lambda: loop
     try:
         yield
     finally:
-        asyncio.get_running_loop = asyncio.events.get_running_loop = asked
+        asyncio.get_running_loop = asyncio.events.get_running_loop = original
 
 
 def with_fixed_hashes(module: str) -> None:
-    """Begin this program anew if sets of bytes come in another order each time: a run is its
-    seed, in every process."""
+    """Start this program again with fixed hashes, unless they are: else the order of sets of bytes
+    would change from process to process, and a run would not be its seed."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         os.execvpe(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
 
 
 def run_out(work: Coroutine[Any, Any, T]) -> T:
-    """The same; but what others are still at then just stops, as the killed have.
+    """Run to the end; all other tasks then just stop, as those of killed peers do.
 
-    Their loop is kept, so that nothing of them wakes up to be cleaned away: for processes that do
-    a few of these and end."""
+    Their loop is kept, so that none of them wakes up to be collected: for processes that do a few
+    such runs and end."""
     loop = VirtualLoop()
     _ENDED.append(loop)
     asyncio.set_event_loop(loop)
-    gc.disable()  # it would take time, and find what must stay as it is
+    gc.disable()  # it would take time, and collect tasks that must stay as they are
     try:
-        with _found_quickly(loop):
+        with _only_loop(loop):
             return loop.run_until_complete(work)
     finally:
         asyncio.set_event_loop(None)

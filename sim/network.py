@@ -1,8 +1,8 @@
 """An in-memory network with faults, all drawn from one seed: a run is its seed.
 
-Latency, loss, duplication and so reordering; peers and islands that are cut off; links that are cut
-in one direction or clogged. Bytes go in and bytes come out, as on a real one: codec and calls run
-unchanged.
+Latency, loss, duplication and therefore reordering; peers and islands that are cut off; links that
+are cut in one direction or clogged. Bytes go in and bytes come out, as in a real network: codec and
+calls run unchanged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Faults:
     jitter_s: float = 0.002
     loss: float = 0.0
     duplication: float = 0.0
-    straggling: float = 0.0  # how many of a hundred come up to this much later
-    straggling_s: float = 2.0
+    straggling: float = 0.0  # share of the messages that are late
+    straggling_s: float = 2.0  # by up to this much
 
 
 class Network:
@@ -39,12 +39,16 @@ class Network:
         self.rng = random.Random(seed)
         self.faults = faults or Faults()
         self.sent = 0
-        self.cut: set[bytes] = set()  # nothing to or from these
-        self.cut_links: set[tuple[bytes, bytes]] = set()  # nothing from the first to the second
-        self.island: set[bytes] = set()  # cut off from all others, not from each other
-        self.clogged: dict[tuple[bytes, bytes], float] = {}  # what goes this way takes so long
-        self.closed: set[bytes] = set()  # the process has ended; its host still answers for it
-        self.muted: set[bytes] = set()  # what these had sent, and had not arrived, does not
+        self.cut: set[bytes] = set()  # peers: nothing goes to or from them
+        self.cut_links: set[tuple[bytes, bytes]] = (
+            set()
+        )  # nothing goes from the first to the second
+        self.island: set[bytes] = set()  # peers cut off from all others, not from each other
+        self.clogged: dict[
+            tuple[bytes, bytes], float
+        ] = {}  # seconds that a message takes longer this way
+        self.closed: set[bytes] = set()  # peers whose process has ended; their hosts still answer
+        self.muted: set[bytes] = set()  # dead peers whose messages in flight are lost with them
         self._lines: dict[bytes, set[bytes]] = {}
         self._ends: dict[tuple[str, int], SimWire] = {}
 
@@ -82,17 +86,17 @@ class Network:
         return to.id in self.closed and not lost and self._way(*way) and self._way(to.id, sender.id)
 
     def line(self, a: bytes, b: bytes) -> None:
-        for one, other in ((a, b), (b, a)):
-            self._lines.setdefault(one, set()).add(other)
+        for end, other in ((a, b), (b, a)):
+            self._lines.setdefault(end, set()).add(other)
 
     def close(self, peer: bytes) -> None:
-        """Its process ends: its host says so to whom has a stream to it, or knocks."""
+        """Its process ends: its host tells all peers that have a stream to it, or knock."""
         self.closed.add(peer)
         others = sorted(self._lines.pop(peer, ()))
         ends = {end.contact.id: end for end in self._ends.values()}
         for other in others:
             if other not in ends:
-                continue  # it is long gone
+                continue  # that peer is long gone
             self._lines[other].discard(peer)
             loop = asyncio.get_running_loop()
             loop.call_later(self.faults.latency_s, self._broke, peer, ends[other], context=NOBODY)
@@ -120,7 +124,7 @@ class Network:
         life = end.life
         if life is None:
             what(*arguments)
-        elif life.stopped:  # it is held until the peer goes on
+        elif life.stopped:  # keep it until the peer resumes
             loop = asyncio.get_running_loop()
             loop.call_soon(what, *arguments, context=life.context)
         elif not life.dead:
@@ -159,8 +163,8 @@ class SimPeer:
         life: Life | None = None,
     ) -> None:
         rng = random.Random(network.rng.getrandbits(64))
-        id = random.Random(f"peer {index}").randbytes(20)
-        self.contact = Contact(id=id, host=f"10.0.{index // 250}.{index % 250}", port=7000)
+        peer_id = random.Random(f"peer {index}").randbytes(20)
+        self.contact = Contact(id=peer_id, host=f"10.0.{index // 250}.{index % 250}", port=7000)
         wire = network.wire(self.contact)
         self.network = network
         self.config = config
@@ -237,7 +241,7 @@ class SimPeer:
 
 
 async def cluster(network: Network, count: int, config: Config = LAN) -> list[SimPeer]:
-    """Peers that have all joined through the first."""
+    """Peers that have all joined through the first one."""
     peers = [SimPeer(network, index, config) for index in range(count)]
     for peer in peers[1:]:
         await peer.join(peers[0])

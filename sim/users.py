@@ -90,25 +90,27 @@ class Users:
         }
 
     async def _submit(self, number: int) -> None:
-        rng, queue = self._rng, self._world.queue
-        if queue is not None and rng.random() >= 0.7:
-            queue = None
+        rng, queue = self._rng, self._queue_sometimes()
         document = self._document(number, 0.0 if queue is not None else self._world.plan.gangs)
         text = json.dumps(document).encode()
         tasks = sum(task["peers"] for task in document["tasks"].values())
         key = f"key-{number}" if rng.random() < 0.3 else None
         for _ in range(SUBMISSIONS_MAX):
-            host = self._any()
-            workflow = await self._submit_at(queue or host, text, tasks, key)
+            host = self._any()  # (drawn even if the queue is asked)
+            host = queue or host
+            workflow = await self._submit_at(host, text, tasks, key)
             if workflow is not None:
-                await self._acknowledged(queue or host, workflow, tasks)
-                if key is not None and rng.random() < 0.5:  # did that get through?
+                await self._acknowledged(host, workflow, tasks)
+                if key is not None and rng.random() < 0.5:  # again: did that get through?
                     await self._submit_at(queue or self._any(), text, tasks, key)
-                self.following.add(workflow)
                 await self._follow(workflow)
-                self.following.discard(workflow)
                 return
             await asyncio.sleep(rng.random())
+
+    def _queue_sometimes(self) -> Host | None:
+        """The task queue, if there is one and this workflow goes there."""
+        queue = self._world.queue
+        return queue if queue is not None and self._rng.random() < 0.7 else None
 
     async def _submit_at(self, host: Host, text: bytes, tasks: int, key: str | None) -> str | None:
         """The workflow's id, once it is acknowledged."""
@@ -134,6 +136,7 @@ class Users:
     async def _follow(self, workflow: str) -> None:
         """Watch it through this peer or that one; now and then, cancel it."""
         rng = self._rng
+        self.following.add(workflow)
         position: Position = (-1, -1)
         cancel, over = rng.random() < 0.15, False
         while not over:
@@ -156,6 +159,7 @@ class Users:
             state = view["state"] if isinstance(view, dict) else ""
             await asyncio.sleep(0.5)
         self._tells(workflow, state)
+        self.following.discard(workflow)
 
     async def _cancel(self, host: Host, gateway: Gateway, workflow: str) -> bool:
         view = await self.ask(host, gateway.ask("", workflow, "cancel"), ANSWER_S)
