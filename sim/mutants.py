@@ -1,7 +1,7 @@
-"""Rules, each broken on purpose: what the simulator does not notice, it does not prove.
+"""Mutants: rules that are broken on purpose. A broken rule that no run notices is not tested.
 
-Every mutant changes the running code of one process, for as long as it is applied. Nothing outside
-of here knows of them.
+Every mutant replaces running code of one process, for as long as it is applied. This is the only
+file of the simulator that touches private parts of the product.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 
 
-#: which check is to notice it, by a part of what it says; of the others, any
+#: mutant → a part of the violation that must report it; any violation will do for the others
 EXPECTED: dict[str, str] = {}
 
-#: where a mutant shows: what its worlds have that others do not
+#: mutant → settings of the runs in which it shows
 WORLDS: dict[str, dict[str, Any]] = {}
 
 Make = Callable[[], list[Patch]]
@@ -103,11 +103,11 @@ def one_copy_is_a_majority() -> list[Patch]:
 def keepers_follow_lower_epochs() -> list[Patch]:
     take = Keeping._take
 
-    def lax(self: Any, home: bytes, found: Any, writes: Any) -> Any:
-        replica = self.replicas.get(found.workflow)
-        if replica is not None and found.workflow not in self.leads:
-            replica.promised = min(replica.promised, found.epoch)
-        return take(self, home, found, writes)
+    def lax(self: Any, home: bytes, received: Any, writes: Any) -> Any:
+        replica = self.replicas.get(received.workflow)
+        if replica is not None and received.workflow not in self.leads:
+            replica.promised = min(replica.promised, received.epoch)
+        return take(self, home, received, writes)
 
     return [(Keeping, "_take", lax)]
 
@@ -174,12 +174,12 @@ def copies_that_are_behind_get_votes() -> list[Patch]:
 @mutant
 def keepers_are_swapped_at_once() -> list[Patch]:
     def swap(self: Any, replica: Any) -> tuple[bytes, ...]:
-        members, me = self._keeping.members, self._keeping.rpc.me.id
-        alive = [m.contact.id for m in members.here() if m.state == State.ALIVE]
-        gone = [k for k in replica.keepers if k not in alive and k != me]
-        free = [p for p in alive if p not in replica.keepers]
-        there = [k for k in replica.keepers if k not in gone]
-        return (*there, *free[: len(gone)]) if gone and free else replica.keepers
+        keepers, me = replica.keepers, self._keeping.rpc.me.id
+        here = self._keeping.members.here()
+        alive = {me: None, **{m.contact.id: None for m in here if m.state == State.ALIVE}}
+        left = [keeper for keeper in keepers if keeper in alive]
+        free = [peer for peer in alive if peer not in keepers]
+        return (*left, *free[: len(keepers) - len(left)]) if free else keepers
 
     def tend(self: Any, replica: Any, lead: Any) -> None:
         keepers = swap(self, replica)
@@ -194,10 +194,10 @@ def what_was_given_up_leaves_no_promise() -> list[Patch]:
     statements = SqliteJournalStorage._statements
 
     def forgetful(self: Any, one: Any) -> Any:
-        found = statements(self, one)
+        rows = statements(self, one)
         if one.forget:
-            found.append(("delete from copies where workflow = ?", (one.workflow,)))
-        return found
+            rows.append(("delete from copies where workflow = ?", (one.workflow,)))
+        return rows
 
     return [(SqliteJournalStorage, "_statements", forgetful)]
 
@@ -237,7 +237,7 @@ def _unless(caller: str) -> Any:
 
 @mutant
 def outcomes_are_acknowledged_early() -> list[Patch]:
-    async def hasty(self: Any, id: str) -> bool:
+    async def hasty(self: Any, workflow: str) -> bool:
         return True
 
     return [(Reception, "is_committed", hasty)]
@@ -247,9 +247,9 @@ def outcomes_are_acknowledged_early() -> list[Patch]:
 def results_are_used_before_they_count() -> list[Patch]:
     apply = Run.apply
 
-    def hasty(self: Any, said: Any, at: float, epoch: int) -> None:
-        apply(self, said, at, epoch)
-        committed(self, said)
+    def hasty(self: Any, entry: Any, at: float, epoch: int) -> None:
+        apply(self, entry, at, epoch)
+        committed(self, entry)
 
     committed = Run.committed
     take = Decision.take
@@ -299,8 +299,8 @@ def leases_never_expire() -> list[Patch]:
 
 @mutant
 def calls_are_carried_out_again() -> list[Patch]:
-    def forgetful(self: Any, sender: Any, id: int, message: Any) -> None:
-        self._start(sender, id, message)
+    def forgetful(self: Any, sender: Any, call_id: int, message: Any) -> None:
+        self._start(sender, call_id, message)
 
     return [(Rpc, "_request", forgetful)]
 
@@ -310,11 +310,11 @@ def any_lease_is_good_enough() -> list[Patch]:
     commit = Admission.commit
 
     def lax(self: Any, home: bytes, lease_id: int, unit: Any, *more: Any) -> str:
-        found = commit(self, home, lease_id, unit, *more)
-        if "expired" in found:
+        answer = commit(self, home, lease_id, unit, *more)
+        if "expired" in answer:
             self._running[unit] = (self.capacity._replace(memory_bytes=0), 0.0)
             return "run"
-        return found
+        return answer
 
     return [(Admission, "commit", lax)]
 
@@ -326,7 +326,7 @@ def a_gang_goes_on_without_one() -> list[Patch]:
 
 @mutant
 def a_result_of_an_earlier_round_counts() -> list[Patch]:
-    """As for a task that runs alone: any result of any attempt."""
+    """Take any result of any attempt, as for a task that runs alone."""
     take = Decision.take
 
     def lax(self: Any, peer: bytes, outcomes: Any) -> None:
@@ -392,7 +392,7 @@ def a_forced_home_holds_against_an_agreed_end() -> list[Patch]:
 @mutant
 @where(majority_lost_s=10.0, slice_bytes=1, faults=("halve",), every_s=2.0, peers=4)
 def half_a_submission_is_gone_on_with() -> list[Patch]:
-    """As if what is left of it were all of it."""
+    """Take what is left of a submission for all of it."""
     document = Journal.document
 
     def hasty(self: Any, workflow: str) -> Any:
@@ -435,23 +435,23 @@ def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
 def keys_are_answered_for_before_they_count() -> list[Patch]:
     async def rash(self: Any, run: Any, arguments: Any) -> Any:
         await self._home.created(run.id)
-        found = self._home.journal.document(run.id)
-        if found is None:
+        submission = self._home.journal.document(run.id)
+        if submission is None:
             raise ApiError(503, "changing its home")
-        return _Document(hash=str(found[1].get("document", "")))
+        return _Document(hash=str(submission[1].get("document", "")))
 
     return [(Answers, "_document", rash)]
 
 
 @mutant
 def copies_that_are_given_up_are_still_answered_for() -> list[Patch]:
-    return [(Home, "dropped", lambda self, id: None)]
+    return [(Home, "dropped", lambda self, workflow: None)]
 
 
 @mutant
 def cancels_are_acknowledged_and_ignored() -> list[Patch]:
-    async def deaf(self: Any, id: str, reason: str) -> Any:
-        return await self.get(id)
+    async def deaf(self: Any, workflow: str, reason: str) -> Any:
+        return await self.get(workflow)
 
     return [(Home, "cancel", deaf)]
 
@@ -476,8 +476,8 @@ def ends_are_told_before_they_count() -> list[Patch]:
 def a_workflow_goes_on_after_its_end() -> list[Patch]:
     apply = Run.apply
 
-    def forgetful(self: Any, said: Any, at: float, epoch: int) -> None:
-        apply(self, said, at, epoch)
+    def forgetful(self: Any, entry: Any, at: float, epoch: int) -> None:
+        apply(self, entry, at, epoch)
         self.ended_at = None
 
     return [(Run, "apply", forgetful)]
@@ -488,7 +488,7 @@ def a_gang_begins_without_one() -> list[Patch]:
     placed = Home.placed
 
     def lax(self: Any, batch: Any) -> None:
-        placed(self, [one for one in batch if one.unit.key not in one.unit.gang[:1]])
+        placed(self, [p for p in batch if p.unit.key not in p.unit.gang[:1]])
 
     return [(Home, "placed", lax)]
 
@@ -508,7 +508,7 @@ def a_workflow_succeeds_with_a_task_left() -> list[Patch]:
 
 @mutant
 def a_peer_runs_more_than_fits() -> list[Patch]:
-    """It believes in twice the cores that it has."""
+    """It takes its cores for twice as many."""
     make = Admission.__init__
 
     def boastful(self: Any, capacity: Any, *more: Any) -> None:
@@ -526,8 +526,8 @@ def a_home_counts_what_it_does_not_have() -> list[Patch]:
     agreed = Replica.agreed
 
     def boastful(self: Any, have: Any, epoch: int) -> int:
-        found: int = agreed(self, have, epoch)
-        return found + int(found == self.count)
+        committed: int = agreed(self, have, epoch)
+        return committed + int(committed == self.count)
 
     return [(Replica, "agreed", boastful)]
 
@@ -537,10 +537,10 @@ def a_home_counts_what_it_does_not_have() -> list[Patch]:
 def inputs_are_used_before_they_count() -> list[Patch]:
     write = Decision.write
 
-    def hasty(self: Any, said: Any, *more: Any, **others: Any) -> None:
-        write(self, said, *more, **others)
-        if isinstance(said, InputsStaged):
-            self.run.committed(said)
+    def hasty(self: Any, entry: Any, *more: Any, **others: Any) -> None:
+        write(self, entry, *more, **others)
+        if isinstance(entry, InputsStaged):
+            self.run.committed(entry)
 
     return [(Decision, "write", hasty)]
 
@@ -579,9 +579,9 @@ def peers_tell_of_other_files() -> list[Patch]:
     view = Answers._file_view
 
     def liar(self: Any, run: Any, name: str) -> Any:
-        found = view(self, run, name)
+        file = view(self, run, name)
         odd = self._me[-1] in "13579bdf"
-        return found.model_copy(update={"hash": f"{found.hash}-"}) if odd else found
+        return file.model_copy(update={"hash": f"{file.hash}-"}) if odd else file
 
     return [(Answers, "_file_view", liar)]
 
@@ -608,7 +608,7 @@ def nobody_is_told_of_the_end() -> list[Patch]:
 def whole_submissions_are_taken_for_broken_off() -> list[Patch]:
     take_up = Home._take_up
 
-    def hasty(self: Any, id: str, material: Any, run: Any = None) -> None:
-        take_up(self, id, None)
+    def hasty(self: Any, workflow: str, material: Any, run: Any = None) -> None:
+        take_up(self, workflow, None)
 
     return [(Home, "_take_up", hasty)]
