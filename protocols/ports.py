@@ -1,4 +1,4 @@
-"""Interfaces of what the engine is handed: a disk, files, and processes that run attempts.
+"""Interfaces that the engine is handed: a disk, files, and processes that run attempts.
 
 Each interface names only what the engine uses. `peer/` implements them with SQLite, a directory and
 processes; `sim/` with a disk that fails and work that takes virtual time.
@@ -51,7 +51,7 @@ class JournalStorage(ReplicaStorage, Protocol):
     async def forget(self, before: float, tombstones_before: float) -> int:
         """Delete workflows that ended before then, with all their entries; returns how many.
 
-        `tombstones_before`: the same for what is remembered of copies that were given up."""
+        `tombstones_before`: the same for the memory of copies that were given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A simulated disk: it keeps what was synced, and a random part of what was not.
+"""A simulated disk: it keeps all synced writes, and a random part of the others.
 
 The peer's own SQL runs on a real SQLite in memory, which holds what has reached the platter. Writes
 take their time to get there, and those that wait go together; a crash loses all writes from some

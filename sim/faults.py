@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LEAVE_S = 2.0
 HALVE_S = 5.0  # for so long `halve` looks for a keeper that has only a part of a submission
-CALM_S = 20.0  # without harm, before a peer dies for good
+CALM_S = 20.0  # without harm, and since the last death, before a peer dies for good
 CALM_AFTER_PROMISE_S = 3.0  # before a home dies that has just acknowledged a submission
 
 
@@ -46,7 +46,7 @@ class FaultInjector:
         self._plan = plan
         self._rng = rng
         self._network = world.network
-        # this world's own mood
+        # the share of the faults that this world has
         count = rng.randint(3, len(plan.faults)) if len(plan.faults) > 3 else len(plan.faults)
         self.kinds = rng.sample(plan.faults, count)
         if plan.queue:
@@ -201,7 +201,7 @@ class FaultInjector:
         life.stop()
         await self._for_a_while("stop", 12.0)
         if not life.dead:
-            self._world.say(f"peer {host.index} goes on")
+            self._world.say(f"peer {host.index} resumes")
             life.go_on()
 
     async def _cut_power(self) -> None:
@@ -254,7 +254,7 @@ class FaultInjector:
             return
         count = home.enactment.keeping.replicas[workflow].committed
         victims = [h for h in self._world.up() if lead.have.get(h.id, 0) >= count or h is home]
-        self._world.say(f"an ambush, on {sorted(host.index for host in victims)}")
+        self._world.say(f"an ambush: these crash: {sorted(host.index for host in victims)}")
         self._kill_for_a_while(victims)
 
     async def _await_vote(self) -> None:
@@ -272,7 +272,7 @@ class FaultInjector:
     def _turn(self, voter: Host, candidate: bytes) -> None:
         if not voter.up or self._too_few_up():
             return
-        self._world.say(f"peer {voter.index} has voted, and falls")
+        self._world.say(f"peer {voter.index} has voted, and crashes")
         voter.kill(whole=False)
         self._world.spawn(self._restart(voter, 1.0))
         self._world.spawn(self._isolate(candidate))
@@ -340,7 +340,7 @@ class FaultInjector:
         self._network.island = {host.id for host in chosen}
         await self._for_a_while("island", 25.0)
         self._network.island = set()
-        self._world.say("no island any more")
+        self._world.say("the island is connected again")
 
     def _two_hosts(self, harm: str) -> tuple[Host, Host]:
         a, b = self._rng.sample(self._world.hosts, 2)
@@ -372,7 +372,7 @@ class FaultInjector:
             loss=0.3 * rng.random() ** 2, duplication=0.3 * rng.random(), straggling=0.05
         )
         loss = self._network.faults.loss
-        self._world.say(f"messages are lost ({loss:.0%}), doubled and late")
+        self._world.say(f"messages are lost ({loss:.0%}), duplicated and late")
         await self._for_a_while("lossy", 20.0)
         self._network.faults = Faults()
 

@@ -369,7 +369,7 @@ class Ledger:
                 raise Violation(f"{workflow}: a cancel that was acknowledged had no effect")
 
     def serves(self, workflow: str, index: int, view: dict[str, Any], files: Files) -> None:
-        """In the end, every peer tells the same of a workflow, and it is what was agreed on.
+        """In the end, every peer tells the same of a workflow: the state that was agreed on.
 
         So what users were told stays true: an end that a majority agreed on prevails over
         everything that a home without a majority may have made of the workflow."""

@@ -158,11 +158,11 @@ class World:
             return answer
 
         rpc.on(Elect, elect)
-        rpc.on_error = lambda where, error: self.fail(f"an error serving {where}: {error!r}")
+        rpc.on_error = lambda where, error: self.fail(f"error while serving {where}: {error!r}")
         served: set[tuple[bytes, int]] = set()
 
         def request(sender: Contact, call: int, message: Message) -> None:
-            # (users' questions and chunks are answered anew: what they change, they change once)
+            # (users' questions and chunks may be answered twice: that changes nothing more)
             if message.repeatable or isinstance(message, Ask | ReadChunk):
                 return
             if (sender.id, call) in served:
@@ -185,12 +185,12 @@ class World:
             self._unhandled(asyncio.get_running_loop(), {"exception": task.exception()})
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody took care of, in a peer that lives."""
+        """An unhandled error in a peer that is alive."""
         error = context.get("exception")
         if error is not None:
             last = traceback.extract_tb(error.__traceback__)[-1:]
             where = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
-            self.fail(f"an error that nobody took care of: {error!r}{where}")
+            self.fail(f"unhandled error: {error!r}{where}")
 
     # ----------------------------------------------------------------- the run
 
@@ -277,7 +277,7 @@ class World:
         return all(host.peer.members.count >= enough for host in self.up())
 
     def _all_over(self) -> bool:
-        # (what was submitted and not acknowledged may run, too, and comes to its end)
+        # (workflows that were submitted but not acknowledged may run, too, and come to their end)
         busy = any(host.enactment.home.active() for host in self.up())
         over = self.ledger.over
         return not self._spawned and not busy and all(map(over, self.ledger.acknowledged))
@@ -300,9 +300,9 @@ def _drawn_config(plan: Plan, rng: random.Random) -> Config:
         archive_s=60.0 if plan.crowded else 5.0,
     )
     slice_bytes = plan.slice_bytes or _drawn_slice_bytes(plan)
-    if slice_bytes < LAN.keep_bytes_max:  # copies catch up, and documents arrive, bit by bit
+    if slice_bytes < LAN.keep_bytes_max:  # copies and documents arrive bit by bit
         config = replace(config, keep_bytes_max=slice_bytes, document_part_bytes=200)
-    if plan.seed % 2 and not plan.crowded:  # news spread as among many
+    if plan.seed % 2 and not plan.crowded:  # news spread as in a large cluster
         config = replace(config, wave_min=3, wave_width=2)
     return config
 
