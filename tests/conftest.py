@@ -135,14 +135,12 @@ def reaped(directory: Path) -> Iterator[None]:
         [sys.executable, str(script), str(directory)], stdin=subprocess.PIPE, start_new_session=True
     )
     assert reaper.stdin is not None
+    reaper.wait()  # it goes on as nobody's child: a test may end all children of this process
     try:
         yield
-        with contextlib.suppress(BrokenPipeError):  # somebody ended it: there is nobody to tell
-            reaper.stdin.write(b".")
-            reaper.stdin.flush()
+        reaper.stdin.write(b".")
     finally:
         reaper.stdin.close()
-        reaper.wait()
 
 
 @pytest.fixture(scope="session", autouse=True)

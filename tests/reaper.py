@@ -33,6 +33,8 @@ def naming(directory: str) -> list[int]:
 
 
 def main(directory: str) -> None:
+    if os.fork():
+        return
     if sys.stdin.buffer.read(1):
         return
     for _ in range(ROUNDS):
