@@ -1,11 +1,10 @@
-"""Journals of workflows that have ended keep their copies, too.
+"""Repair of ended journals: when a keeper of one is lost, another peer gets a copy.
 
-Memory holds nothing of them, the disks have them, and their keepers die like all others. So each
-keeper looks over its ended journals now and then, and a while after a peer was lost: those that
-lack one, and of whose keepers this peer is the first that is here, are taken up once more. It
-stands for home as for any journal; elected, it lets the lost keeper go and asks the next one in
-(`membership_change`), and lets go of the journal when all have it. A few at a time: the dead wait
-for their copies, the living come first.
+Ended journals are on disk only, and their keepers die like all others. So each keeper checks its
+ended journals now and then, and a while after a peer was lost. If a journal lacks a keeper, the
+first of its keepers that is here takes it up once more: it stands for home as for any journal; once
+elected, it lets the lost keeper go and asks the next one in (`membership_change`), and lets go of
+the journal when all of them have it. A few at a time: running workflows come first.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ class Archive:
         self._lines = lines
         self._elections = elections
         self._lost = asyncio.Event()
-        self._lost.set()  # also after a start: who knows who has gone meanwhile
+        self._lost.set()  # after a start too: some may have been lost meanwhile
         self._under_way: dict[str, float] = {}  # since when
-        self._fellows: set[bytes] = set()  # who keeps any of these journals, too
+        self._fellows: set[bytes] = set()  # the other keepers of these journals
         keeping.on_put_away = self._put_away
         keeping.members.listen(self._member_changed, at_stake=self._fellows)
 
     def _put_away(self, replica: Replica) -> None:
         self._fellows.update(replica.keepers)
         if forced(replica.last_epoch):
-            self._lost.set()  # others may have come to another end: they have to meet
+            self._lost.set()  # another line may have come to another end: the two have to meet
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         few = self._keeping.config.keepers
         lost = new.state >= State.DEAD and new.contact.id in self._fellows
-        # who is back may have gone on by itself, if homes do that
+        # a peer that is back may have gone on by itself, if homes are allowed to
         back = new.state == State.ALIVE and old is not None and old.state >= State.DEAD
         lost = lost or (back and not math.isinf(self._keeping.config.majority_lost_s))
         if lost or self._keeping.members.count <= few:
@@ -58,7 +57,9 @@ class Archive:
                     await self._lost.wait()
             except TimeoutError:
                 pass
-            await asyncio.sleep(config.archive_after_s)  # it may be back; and losses come in crowds
+            await asyncio.sleep(
+                config.archive_after_s
+            )  # it may come back; and losses come in crowds
             self._lost.clear()
             await self._look()
 
@@ -80,7 +81,7 @@ class Archive:
             await asyncio.sleep(0)
 
     def _is_mine(self, keepers: tuple[bytes, ...]) -> bool:
-        """It has too few keepers, and of those that are here this peer is the first."""
+        """It has too few keepers, and this peer is the first of those that are here."""
         members = self._keeping.members
         here = [k for k in keepers if members.is_here(k)]
         aim = odd(min(self._keeping.config.keepers, members.count))
@@ -92,7 +93,7 @@ class Archive:
         loop = asyncio.get_running_loop()
         while len(self._under_way) >= keeping.config.archive_at_once:
             await asyncio.sleep(0.2)
-            limit = loop.time() - RENEWED_S_MAX  # longer: a majority of its keepers is away
+            limit = loop.time() - RENEWED_S_MAX  # if it takes longer, a majority is away
             self._under_way = {
                 w: since
                 for w, since in self._under_way.items()
@@ -102,9 +103,9 @@ class Archive:
         if workflow in keeping.replicas or replica is None or not self._is_mine(replica.keepers):
             return
         here = sum(map(keeping.members.is_here, replica.keepers))
-        for_ever = math.isinf(keeping.config.majority_lost_s)
-        if for_ever and here < majority(len(replica.keepers)):
-            return  # nobody can agree to anything; when one of them is back, this is seen again
+        never_forced = math.isinf(keeping.config.majority_lost_s)
+        if never_forced and here < majority(len(replica.keepers)):
+            return  # there is no majority; the journal is checked again when a keeper is back
         keeping.counts["journals_renewed"] += 1
         keeping.replicas[workflow] = replica
         self._under_way[workflow] = loop.time()

@@ -1,21 +1,24 @@
-"""Who is home, when the one before is gone: the keepers agree on one of them.
+"""Elections: when a workflow's home is gone, the keepers of its journal agree on another one.
+
+As in Raft, with a trial round before each election (its pre-vote): home = leader, keeper = voter,
+epoch = term, `Elect` = RequestVote (docs/glossary.md).
 
 Rules:
-- A keeper stands for a journal when it has reason to believe that nobody is its home: the failure
-  detector doubts the home or says it was started anew, or this peer itself has just started. The
-  keepers stand one after another, so that mostly the first one is not disturbed.
-- It first asks whether it *would* be elected. Only then does it make promises of its own and asks
-  for those of others: a keeper who sees things that others do not see disturbs nobody.
-- Nobody votes against a home that it believes to be there, nor for a copy that is behind its own,
-  also if it has given up its own since. That holds for a candidate's own vote, too.
-- Elected, a home writes an entry of its own epoch. When a majority has that, it has all before it:
-  only then does it go on with the workflow.
-- All journals that lost their home together are asked for in one message to each keeper.
+- A keeper stands for a journal when it has reason to believe that the journal has no home: the
+  failure detector doubts the home or reports that it was restarted, or this peer itself has just
+  started. The keepers stand one after another, so that mostly nobody disturbs the first.
+- A candidate first asks whether it *would* be elected. Only then does it make a promise of its own
+  and ask the others for theirs: a keeper that alone sees a fault disturbs nobody.
+- Nobody votes against a home that it believes to be alive, nor for a copy that is behind its own,
+  even if it has given up its own since. That holds for a candidate's vote for itself, too.
+- An elected home writes an entry of its own epoch. When a majority has that entry, it has all the
+  entries before it; only then does the home go on with the workflow.
+- Journals that lost their home together are asked for in one message to each keeper.
 - Nobody stands, or is voted for, in an era that its log is not in (`in_era`).
-- Where a majority of keepers is lost for longer than a limit, if one is set, the best copy that is
-  left goes on by itself, under an epoch far above, and says so; but not one that has only a part of
-  the submission: others may have all of it, and may have told its user so. How the two lines of a
-  workflow meet again, if the lost were only cut off: `lines`.
+- If a majority of keepers is lost for longer than a limit, and one is set, the best copy that is
+  left goes on by itself, under an epoch far above the others, and says so. A copy with only a part
+  of the submission does not: others may have all of it, and may have told its user so. How the two
+  lines of a workflow meet again, if the lost keepers were only cut off: `lines`.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class _Due:
 
 
 def standstill(away: list[Contact], count: int, how: str) -> str:
-    """In words: which keepers are lacking, and what is needed."""
+    """In words: which keepers are missing, and how many of them are needed."""
     needed = majority(count) - (count - len(away))
     named = [
         f"{c.id.hex()[:8]} ({f'{c.host}:{c.port}' if c.port else 'address unknown'})" for c in away
@@ -77,27 +80,27 @@ class Elections:
         self._on_home = on_home
         self._due: dict[str, _Due] = {}
         self._wake = asyncio.Event()
-        self._seen: dict[str, int] = {}  # the highest epoch heard of, where it was above ours
+        self._seen: dict[str, int] = {}  # the highest epoch that another keeper has promised
         self._lost_since: dict[str, float] = {}
         self._started = False
-        self.closed = False  # this peer leaves: it stands for nothing any more
-        self.meet: Callable[[Replica], Awaitable[None]] = _nobody  # other lines of a forced one
+        self.closed = False  # this peer is leaving: it stands for nothing any more
+        self.meet: Callable[[Replica], Awaitable[None]] = _nobody  # the other lines of a forced one
         keeping.on_vacant = self.vacant
         keeping.on_followed = self.followed
         keeping.on_keeper_back = self.back
-        self._heard: dict[str, float] = {}  # of its home, by each copy
+        self._heard: dict[str, float] = {}  # when each copy last heard of its home
         keeping.rpc.on(Elect, self._elect)
         keeping.rpc.on(StillHome, self._still_home)
 
     def start(self) -> None:
-        """The others are known: see to what is here from before."""
+        """The other peers are known now: stand for the journals from before the restart."""
         self._started = True
         for workflow, replica in self._keeping.replicas.items():
             if workflow not in self._keeping.leads and replica.count:
                 self.vacant(workflow)
 
     def vacant(self, workflow: str) -> None:
-        """Its home may be gone: stand for it, in turn."""
+        """Its home may be gone: stand for it when it is this peer's turn."""
         replica = self._keeping.replicas.get(workflow)
         if not self._started or replica is None or not replica.count or workflow in self._due:
             return
@@ -105,7 +108,7 @@ class Elections:
         self._wake.set()
 
     def back(self, workflow: str) -> None:
-        """One of its keepers is here again: perhaps that is what was lacking."""
+        """One of its keepers is back: perhaps now there is a majority."""
         due, replica = self._due.get(workflow), self._keeping.replicas.get(workflow)
         if due is not None and replica is not None:
             due.tries = 0
@@ -113,26 +116,26 @@ class Elections:
             self._wake.set()
 
     def followed(self, workflow: str) -> None:
-        """There is a home, or no copy: nothing to stand for."""
+        """It has a home, or this peer has no copy any more: there is nothing to stand for."""
         self._heard[workflow] = self._now()
         self._due.pop(workflow, None)
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
 
     def stir(self) -> None:
-        """There is a journal more to look after."""
+        """There is one more journal to look after."""
         if len(self._keeping.replicas) <= 1:
             self._wake.set()
 
     def reason(self, workflow: str) -> str:
-        """In words, for who asks why nothing happens: what a copy here waits for."""
+        """In words: why nothing happens, as far as this peer's copy shows."""
         replica = self._keeping.replicas.get(workflow)
         if replica is None:
             return ""
         return self.stuck(workflow) or "its keepers are agreeing on a new home"
 
     def stuck(self, workflow: str) -> str:
-        """In words: which keepers are away, if a majority is, as a copy here knows them."""
+        """In words: which keepers are away, if a majority is, as this peer's copy knows them."""
         replica = self._keeping.replicas.get(workflow)
         if replica is None or not replica.keepers:
             return ""
@@ -147,6 +150,7 @@ class Elections:
         return standstill(contacts, count, "are away") + forced_then
 
     def _turn_s(self, replica: Replica) -> float:
+        """How long this peer lets the keepers before it go first."""
         config, rng = self._keeping.config, self._keeping.rng
         members, me = self._keeping.members, self._keeping.rpc.me.id
         before = 0
@@ -162,14 +166,7 @@ class Elections:
     async def run(self) -> None:
         check_at = self._now() + CHECK_S
         while True:
-            soonest = min((due.at for due in self._due.values()), default=math.inf)
-            idle = not self._keeping.replicas  # nothing to look at, until `stir`
-            wait_s = max(0.0, min(soonest, check_at) - self._now())
-            try:
-                async with asyncio.timeout(None if idle else wait_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await self._next_due(check_at)
             self._wake.clear()
             now = self._now()
             for workflow in [w for w in self._due if w not in self._keeping.replicas]:
@@ -182,35 +179,59 @@ class Elections:
                 await self._ask_homes(now)
                 await self._look_for_lost(now)
 
+    async def _next_due(self, check_at: float) -> None:
+        """Returns when a journal may be due, or at `check_at`."""
+        soonest = min((due.at for due in self._due.values()), default=math.inf)
+        idle = not self._keeping.replicas  # nothing to look at, until `stir`
+        wait_s = max(0.0, min(soonest, check_at) - self._now())
+        try:
+            async with asyncio.timeout(None if idle else wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
     async def _stand(self, batch: list[str]) -> None:
-        keeping = self._keeping
         if self.closed:
             for workflow in batch:
                 self._due.pop(workflow, None)
             return
-        known = {w: max(self._seen.get(w, 0), keeping.replicas[w].promised) for w in batch}
-        epochs = {w: next_epoch(known[w], keeping.rpc.me.id) for w in batch}
-        epochs = {w: e for w, e in epochs.items() if in_era(e, keeping.replicas[w].last_epoch)}
-        # a line that was given up elsewhere does not begin anew with who had stayed behind
-        lines = [keeping.replicas[w] for w in epochs if forced(keeping.replicas[w].last_epoch)]
-        await asyncio.gather(*map(self.meet, lines))
-        epochs = {w: e for w, e in epochs.items() if self._still(w, e)}
+        epochs = self._next_epochs(batch)
+        # keepers that stayed behind must not go on with a line that was given up elsewhere
+        copies = [self._keeping.replicas[w] for w in epochs]
+        await asyncio.gather(*(self.meet(copy) for copy in copies if forced(copy.last_epoch)))
+        epochs = self._still_open(epochs)
         would = self._counted(epochs, await self._poll(epochs, trial=True))
-        epochs = {w: e for w, e in epochs.items() if w in would and self._still(w, e)}
+        epochs = self._still_open({w: e for w, e in epochs.items() if w in would})
         if epochs:
-            writes = []
-            for workflow, epoch in epochs.items():
-                replica = keeping.replicas[workflow]
-                replica.promised, replica.home = epoch, b""
-                writes.append(Write(workflow, epoch))
-            await keeping.storage.write(writes)
-            elected = self._counted(epochs, await self._poll(epochs, trial=False))
-            for workflow in elected:
-                copy = keeping.replicas.get(workflow)
-                mine = copy is not None and copy.promised == epochs[workflow]
-                if mine and workflow not in keeping.leads:
-                    self._take_office(workflow, epochs[workflow], "its keepers chose it")
-        now = self._now()
+            await self._stand_in_earnest(epochs)
+        self._put_off(batch)
+
+    def _next_epochs(self, batch: list[str]) -> dict[str, int]:
+        """The epoch that this peer would ask for, for each journal that it may stand for."""
+        replicas, me = self._keeping.replicas, self._keeping.rpc.me.id
+        known = {w: max(self._seen.get(w, 0), replicas[w].promised) for w in batch}
+        epochs = {w: next_epoch(known[w], me) for w in batch}
+        return {w: e for w, e in epochs.items() if in_era(e, replicas[w].last_epoch)}
+
+    async def _stand_in_earnest(self, epochs: dict[str, int]) -> None:
+        """After the trial round. This peer's own promises get onto its disk before it asks."""
+        keeping = self._keeping
+        writes = []
+        for workflow, epoch in epochs.items():
+            replica = keeping.replicas[workflow]
+            replica.promised, replica.home = epoch, b""
+            writes.append(Write(workflow, epoch))
+        await keeping.storage.write(writes)
+        elected = self._counted(epochs, await self._poll(epochs, trial=False))
+        for workflow in elected:
+            copy = keeping.replicas.get(workflow)
+            promise_holds = copy is not None and copy.promised == epochs[workflow]
+            if promise_holds and workflow not in keeping.leads:
+                self._take_office(workflow, epochs[workflow], "its keepers chose it")
+
+    def _put_off(self, batch: list[str]) -> None:
+        """The journals that still have no home: stand for them again after a while that grows."""
+        keeping, now = self._keeping, self._now()
         for workflow in batch:
             due = self._due.get(workflow)
             if due is None or workflow in keeping.leads:
@@ -220,29 +241,33 @@ class Elections:
             pause_s = min(keeping.config.stand_again_s_max, 0.3 * 2 ** min(due.tries, 10))
             due.at = now + pause_s * (0.5 + keeping.rng.random())
 
-    def _still(self, workflow: str, epoch: int) -> bool:
-        """Nothing has come between the question and this."""
+    def _still_open(self, epochs: dict[str, int]) -> dict[str, int]:
+        """Those for which nothing has happened meanwhile that keeps this peer from asking."""
+        return {w: e for w, e in epochs.items() if self._is_open(w, e)}
+
+    def _is_open(self, workflow: str, epoch: int) -> bool:
         replica = self._keeping.replicas.get(workflow)
-        here = replica is not None and not self._keeping.is_closing(workflow)
-        return here and workflow in self._due and self._keeping.replicas[workflow].promised < epoch
+        if replica is None or self._keeping.is_closing(workflow):
+            return False
+        return workflow in self._due and replica.promised < epoch
 
     def _take_office(
         self, workflow: str, epoch: int, why: str, keepers: tuple[bytes, ...] = ()
     ) -> None:
-        """`keepers`: those that are left, where this goes on without a majority."""
+        """`keepers`: those that are left, if this home goes on without a majority."""
         keeping = self._keeping
         self._due.pop(workflow, None)
         if keeping.is_closing(workflow):
-            return  # the copy here was given up meanwhile: another keeper stands for it
+            return  # this copy was given up meanwhile: another keeper stands for it
         self._seen.pop(workflow, None)
         self._lost_since.pop(workflow, None)
         keeping.lead(workflow, epoch)
         me, number = keeping.rpc.me.id, shown(epoch)
-        said: HomeElected | HomeForced = HomeElected(home=me, epoch=number, why=why)
+        entry: HomeElected | HomeForced = HomeElected(home=me, epoch=number, why=why)
         if keepers:
             committed = keeping.replicas[workflow].committed
-            said = HomeForced(home=me, epoch=number, why=why, keepers=keepers, committed=committed)
-        keeping.append(workflow, said, then=lambda: self._in_office(workflow, epoch))
+            entry = HomeForced(home=me, epoch=number, why=why, keepers=keepers, committed=committed)
+        keeping.append(workflow, entry, then=lambda: self._in_office(workflow, epoch))
 
     def _in_office(self, workflow: str, epoch: int) -> None:
         if self._keeping.epoch(workflow) == epoch:
@@ -260,14 +285,15 @@ class Elections:
             for keeper in replica.keepers:
                 if keeper != keeping.rpc.me.id and keeping.members.is_here(keeper):
                     by_keeper.setdefault(keeper, []).append(asked)
-        found: dict[str, list[Vote]] = {}
-        calls = [self._ask(keeper, asks, found) for keeper, asks in by_keeper.items()]
+        votes: dict[str, list[Vote]] = {}
+        calls = [self._ask(keeper, asks, votes) for keeper, asks in by_keeper.items()]
         await asyncio.gather(*calls)
-        return found
+        return votes
 
     async def _ask(
-        self, keeper: bytes, asks: list[Candidacy], found: dict[str, list[Vote]]
+        self, keeper: bytes, asks: list[Candidacy], votes: dict[str, list[Vote]]
     ) -> None:
+        """Adds this keeper's answers to `votes`."""
         contact = self._keeping.members.contact(keeper)
         if contact is None:
             return
@@ -279,35 +305,43 @@ class Elections:
             return
         for asked, vote in zip(asks, answer.votes, strict=False):
             if vote.workflow == asked.workflow:
-                found.setdefault(vote.workflow, []).append(vote)
+                votes.setdefault(vote.workflow, []).append(vote)
 
     def _counted(self, epochs: dict[str, int], votes: dict[str, list[Vote]]) -> set[str]:
-        """Those that a majority is for, this peer's own vote among them."""
+        """The journals for which a majority votes for this peer, its own vote among them."""
         keeping = self._keeping
         won: set[str] = set()
         for workflow, epoch in epochs.items():
             replica = keeping.replicas.get(workflow)
             if replica is None:
                 continue
-            mine = votes.get(workflow, [])
-            # (who promised a home that went on without a majority has no vote here, see `lines`)
-            mine = [vote for vote in mine if forced(vote.epoch) <= forced(epoch)]
-            for vote in mine:
-                self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
-            if any(vote.outsider for vote in mine):
+            # (a keeper that promised a home without a majority has no vote here, see `lines`)
+            valid = [v for v in votes.get(workflow, []) if forced(v.epoch) <= forced(epoch)]
+            self._note_epochs(workflow, valid)
+            if any(vote.outsider for vote in valid):
                 keeping.drop(workflow)
-                continue
-            # a copy that is no keeper's (the set was changed back) asks, but is not elected; nor is
-            # one that this peer itself would not vote for
-            able = keeping.rpc.me.id in replica.keepers and replica.caught_up
-            granted = 1 + sum(vote.granted for vote in mine)
-            if able and granted >= majority(len(replica.keepers)):
+            elif self._is_elected(replica, valid):
                 won.add(workflow)
-                continue
-            home = next((v.home for v in mine if v.home and v.home != keeping.rpc.me.id), b"")
-            if home and keeping.members.is_here(home) and not replica.home:
-                replica.home = home  # it will be heard of; if not, the detector says so
+            else:
+                self._learn_home(replica, valid)
         return won
+
+    def _note_epochs(self, workflow: str, votes: list[Vote]) -> None:
+        for vote in votes:
+            self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
+
+    def _is_elected(self, replica: Replica, votes: list[Vote]) -> bool:
+        # A copy on a peer that is no keeper (the set was changed back) asks, but is not elected;
+        # nor is a copy that this peer itself would not vote for.
+        able = self._keeping.rpc.me.id in replica.keepers and replica.caught_up
+        granted = 1 + sum(vote.granted for vote in votes)
+        return able and granted >= majority(len(replica.keepers))
+
+    def _learn_home(self, replica: Replica, votes: list[Vote]) -> None:
+        keeping = self._keeping
+        home = next((v.home for v in votes if v.home and v.home != keeping.rpc.me.id), b"")
+        if home and keeping.members.is_here(home) and not replica.home:
+            replica.home = home  # it will be heard of; if not, the failure detector reports it
 
     # ----------------------------------------------------------------- voting
 
@@ -321,43 +355,53 @@ class Elections:
     def _vote(self, candidate: bytes, asked: Candidacy, writes: list[Write]) -> Vote:
         keeping = self._keeping
         workflow = asked.workflow
-        replica = keeping.replicas.get(workflow) or keeping.storage.replica(workflow)
-        if replica is None:  # chosen as a keeper, but has got nothing yet; or had, and gave it up
+        replica = keeping.copy(workflow)
+        if replica is None:  # a keeper that has got nothing yet; or that had a copy and gave it up
             replica = keeping.storage.remains(workflow)
         promised = replica.promised
-        another = bool(asked.entries and replica.count and asked.birth != replica.birth)
-        if another:
+        namesake = bool(asked.entries and replica.count and asked.birth != replica.birth)
+        if namesake:
             keeping.makes_way(replica)
-        if keeping.is_closing(workflow):  # with what is promised now it would be forgotten, too
+        if keeping.is_closing(workflow):  # a promise made now would be forgotten with the copy
             return Vote(workflow, False, promised, "the copy here is being put away", replica.home)
         if replica.excludes(candidate, asked):
             why = "you are no keeper of it any more"
             return Vote(workflow, False, promised, why, replica.home, outsider=True)
         why = replica.why_not(asked) or self._loyal(replica, candidate)
-        if why and candidate == replica.home and workflow in keeping.replicas:
-            # It asks to be elected, so it is not in office: what made this copy follow it was on
-            # its way since before it fell. (Nobody else would stand, as it is there.)
-            replica.home = b""
-            self.vacant(workflow)
-        if why and replica.over and workflow not in keeping.leads and not another:
-            keeping.replicas[workflow] = replica  # it was away when this ended: tell it how
-            self.vacant(workflow)
         if why:
+            self._doubt(replica, candidate, namesake)
             return Vote(workflow, False, promised, why, replica.home)
         if not asked.trial:
-            keeping.replicas[workflow] = replica
-            replica.promised = asked.epoch
-            replica.home = b""
-            keeping.depose(workflow)
-            writes.append(Write(workflow, asked.epoch))
-            if replica.count:  # should nothing come of it
-                due = self._due.setdefault(workflow, _Due(0.0))
-                due.at = self._now() + keeping.config.stand_again_s_max
-            self._wake.set()  # there is a home to look after from now on
+            self._promise(replica, asked.epoch, writes)
         return Vote(workflow, True, replica.promised)
 
+    def _doubt(self, replica: Replica, candidate: bytes, namesake: bool) -> None:
+        """What this peer learns from a candidate that it does not vote for."""
+        keeping, workflow = self._keeping, replica.workflow
+        if candidate == replica.home and workflow in keeping.replicas:
+            # It asks to be elected, so it is not in office: the message that made this copy follow
+            # it was sent before it fell. (Nobody else would stand, as it is alive.)
+            replica.home = b""
+            self.vacant(workflow)
+        if replica.over and workflow not in keeping.leads and not namesake:
+            keeping.replicas[workflow] = replica  # it was away when this ended: tell it how
+            self.vacant(workflow)
+
+    def _promise(self, replica: Replica, epoch: int, writes: list[Write]) -> None:
+        """To follow no lower epoch from now on; the answer waits until that is on the disk."""
+        keeping, workflow = self._keeping, replica.workflow
+        keeping.replicas[workflow] = replica
+        replica.promised = epoch
+        replica.home = b""
+        keeping.depose(workflow)
+        writes.append(Write(workflow, epoch))
+        if replica.count:  # in case the candidate does not become home
+            due = self._due.setdefault(workflow, _Due(0.0))
+            due.at = self._now() + keeping.config.stand_again_s_max
+        self._wake.set()  # there is a home to look after from now on
+
     def _loyal(self, replica: Replica, candidate: bytes) -> str:
-        """Why no other home is wanted; empty if one is."""
+        """Why this peer wants no other home; empty if it does."""
         home = replica.home
         if replica.workflow in self._keeping.leads:
             return "this peer is its home"
@@ -368,7 +412,7 @@ class Elections:
             return f"peer {home.hex()[:8]} is its home, and there"
         return ""
 
-    # ----------------------------------------------------------------- homes that say nothing
+    # ----------------------------------------------------------------- silent homes
 
     async def _ask_homes(self, now: float) -> None:
         keeping, silent_s = self._keeping, self._keeping.config.follow_s
@@ -378,20 +422,20 @@ class Elections:
             silent = now - self._heard[workflow] >= silent_s
             if silent and replica.home and workflow not in keeping.leads:
                 asked.setdefault(replica.home, []).append(workflow)
-        await asyncio.gather(*(self._ask_home(home, some) for home, some in asked.items()))
+        await asyncio.gather(*(self._ask_home(home, listed) for home, listed in asked.items()))
 
     async def _ask_home(self, home: bytes, workflows: list[str]) -> None:
         keeping = self._keeping
-        some = workflows[: keeping.config.follow_batch_max]
+        asked = workflows[: keeping.config.follow_batch_max]
         contact = keeping.members.contact(home)
         try:
             if contact is None:
                 raise CallFailed("it is not known any more")
-            message = StillHome(workflows=tuple(some))
+            message = StillHome(workflows=tuple(asked))
             answer = await keeping.rpc.call(contact, message, NotHome, probing=True)
         except CallFailed:
-            return  # the failure detector has its eye on it
-        for workflow in some:
+            return  # the failure detector watches it
+        for workflow in asked:
             self._heard[workflow] = self._now()
         for workflow in answer.workflows:
             replica = keeping.replicas.get(workflow)
@@ -418,10 +462,11 @@ class Elections:
                 await self._force(workflow, replica, here)
 
     async def _force(self, workflow: str, replica: Replica, here: Iterable[bytes]) -> None:
-        """This copy goes on, if all keepers that are left agree to it, and none has a better one.
+        """This copy goes on without a majority, if all the keepers that are left agree to it and
+        none of them has a better copy.
 
-        Each of them promises the new epoch first, so of two that try it at once one fails; both
-        may succeed only if they don't hear each other, and then in eras of their own."""
+        Each of them promises the new epoch first, so if two try it at once, one fails; both can
+        succeed only if they don't hear each other, and then in eras of their own."""
         keeping, me = self._keeping, self._keeping.rpc.me.id
         if await self._goes_on_elsewhere(workflow, replica):
             self._lost_since[workflow] = self._now()
@@ -431,23 +476,8 @@ class Elections:
         if epoch is None:
             return
         others = [k for k in here if k != me]
-        for trial in (True, False):
-            votes: dict[str, list[Vote]] = {}
-            asked = _candidacy(replica, epoch, trial)
-            await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
-            mine = votes.get(workflow, [])
-            for vote in mine:
-                self._seen[workflow] = max(self._seen.get(workflow, 0), vote.epoch)
-            if sum(vote.granted for vote in mine) < len(others):
-                return  # one is better, or did not answer: later, or by another one
-            if replica.promised > (known if trial else epoch) or workflow not in keeping.replicas:
-                return
-            if trial:
-                keeping.depose(workflow)
-                replica.promised = epoch
-            if trial and others:  # (alone, it promises and begins in one write: or did neither)
-                await keeping.storage.write([Write(workflow, epoch)])
-        if workflow in keeping.leads:
+        agreed = await self._all_promise(workflow, replica, known, epoch, others)
+        if not agreed or workflow in keeping.leads:
             return
         keeping.counts["homes_forced"] += 1
         lost = len(replica.keepers) - 1 - len(others)
@@ -459,9 +489,35 @@ class Elections:
         left = (me, *others)
         self._take_office(workflow, epoch, why, left[: odd(len(left))])
 
+    async def _all_promise(
+        self, workflow: str, replica: Replica, known: int, epoch: int, others: list[bytes]
+    ) -> bool:
+        """First a trial round, then this peer's own promise, then those of the others."""
+        keeping = self._keeping
+        if not await self._all_grant(workflow, _candidacy(replica, epoch, True), others):
+            return False
+        if replica.promised > known or workflow not in keeping.replicas:
+            return False
+        keeping.depose(workflow)
+        replica.promised = epoch
+        if others:  # (alone, it promises and begins in one write: both get onto the disk, or none)
+            await keeping.storage.write([Write(workflow, epoch)])
+        if not await self._all_grant(workflow, _candidacy(replica, epoch, False), others):
+            return False
+        return replica.promised <= epoch and workflow in keeping.replicas
+
+    async def _all_grant(self, workflow: str, asked: Candidacy, others: list[bytes]) -> bool:
+        """If not, another keeper has a better copy or did not answer: this one tries again later,
+        or another keeper does."""
+        votes: dict[str, list[Vote]] = {}
+        await asyncio.gather(*(self._ask(keeper, [asked], votes) for keeper in others))
+        answers = votes.get(workflow, [])
+        self._note_epochs(workflow, answers)
+        return sum(vote.granted for vote in answers) >= len(others)
+
     async def _goes_on_elsewhere(self, workflow: str, replica: Replica) -> bool:
-        """Others may keep it by now, and this copy be one of before: it was away when they
-        began."""
+        """Other peers may keep the journal by now: this copy was away when they began, and is
+        outdated."""
         keeping = self._keeping
         slots = asyncio.Semaphore(ASK_AT_ONCE)
 
@@ -470,10 +526,10 @@ class Elections:
                 try:
                     message = FindHome(workflow=workflow)
                     limit_s = keeping.config.stand_answer_s
-                    found = await keeping.rpc.call(contact, message, FoundHome, limit_s)
+                    answer = await keeping.rpc.call(contact, message, FoundHome, limit_s)
                 except CallFailed:
                     return False
-                return (found.here or found.kept) and found.epoch > replica.promised
+                return (answer.here or answer.kept) and answer.epoch > replica.promised
 
         me = keeping.rpc.me.id
         others = [m.contact for m in keeping.members.here() if m.contact.id != me]

@@ -1,15 +1,18 @@
-"""The keeping of journals: as their home, and as a keeper for other homes.
+"""Replicated journals: a peer writes them as their home, and keeps copies as a keeper for others.
+
+In Raft's words: home = leader, keeper = voter, epoch = term, `Keep` = AppendEntries, `Elect` =
+RequestVote (docs/glossary.md).
 
 Rules:
-- An entry counts once a majority of the journal's keepers has it on disk; only then do waiters hear
-  of it (`kept`), and only then does what follows from it happen (`then`).
-- A keeper answers for what is on its disk, never for what is on its way there.
-- A home that hears of a higher epoch is none any more: everybody who waits hears `Deposed`.
-- All that a home has for one keeper goes in one message, whatever journals it is of; while that is
-  under way the next one gathers. So a busy home costs a keeper few syncs, and an idle one nothing:
-  whether a home lives is the failure detector's to say, there are no heartbeats here.
-- A copy that is given up leaves its promise behind. Without that, a peer that was replaced could be
-  made to agree once more to what an old home says.
+- An entry is committed once a majority of the journal's keepers has it on disk. Only then are
+  waiters told (`kept`), and only then does anything follow from it (`then`).
+- A keeper answers for the entries on its disk, never for those on their way there.
+- A home that hears of a higher epoch is deposed: everybody who waits gets `Deposed`.
+- All news for one keeper, of whatever journals, goes in one message; while that message is under
+  way the next one gathers. So a busy home costs a keeper few syncs, and an idle home costs nothing:
+  there are no heartbeats here, since the failure detector decides whether a home is alive.
+- A copy that is given up leaves its promise behind. Without that promise, an old home could make a
+  replaced peer agree to its entries once more.
 """
 
 from __future__ import annotations
@@ -42,23 +45,29 @@ class Leadership:
 
     epoch: int
     synced: int = 0  # entries on this peer's own disk
-    have: dict[bytes, int] = field(default_factory=dict)  # on the other keepers' disks
-    sent: dict[bytes, int] = field(default_factory=dict)  # believed to be there: what to go on from
+    have: dict[bytes, int] = field(default_factory=dict)  # entries on the other keepers' disks
+    sent: dict[bytes, int] = field(default_factory=dict)  # believed to be there: send on from here
     told: dict[bytes, int] = field(default_factory=dict)  # how many they know to be committed
     tail: deque[Entry] = field(default_factory=deque)  # the newest entries
     waiters: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
     then: deque[tuple[int, Then]] = field(default_factory=deque)
     syncing: tuple[asyncio.Future[None], list[int]] | None = None
     alone: bool = True  # born here and on no other disk yet
-    end_written: bool = False  # this peer's own disk knows that it is over
+    end_written: bool = False  # this peer's own disk knows that the workflow has ended
     parting: dict[bytes, int] = field(default_factory=dict)  # ex-keepers → the entry that says so
-    strangers: set[bytes] = field(default_factory=set)  # that can't keep this one
+    strangers: set[bytes] = field(default_factory=set)  # peers that can't keep this journal
     turns: Counter[bytes] = field(default_factory=Counter)  # how often each came or went as keeper
+
+    def release_waiters(self, committed: int) -> None:
+        while self.waiters and self.waiters[0][0] <= committed:
+            _, future = self.waiters.popleft()
+            if not future.done():
+                future.set_result(None)
 
 
 @dataclass(slots=True)
 class _Courier:
-    """To one keeper: which journals have news for it."""
+    """The sender to one keeper: which journals have news for it."""
 
     dirty: dict[str, None] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
@@ -89,47 +98,53 @@ class Keeping:
         self.on_keeper_back: Callable[[str], None] = lambda workflow: None
         self.on_news: Callable[[str], None] = lambda workflow: None  # of the set of its keepers
         self.complete: Callable[[Replica, Leadership], bool] = lambda replica, lead: True
-        self.on_company: Callable[[], None] = lambda: None  # there is a journal more to look after
+        self.on_company: Callable[[], None] = lambda: None  # one more journal to look after
         self.on_doubt: Callable[[Contact], None] = lambda contact: None
-        self.on_dropped: Callable[[str], None] = lambda workflow: None  # the copy here
-        # of an ended journal that memory lets go of: its keepers
+        self.on_dropped: Callable[[str], None] = lambda workflow: None  # the copy on this peer
+        # an ended journal leaves memory; its copy names its keepers
         self.on_put_away: Callable[[Replica], None] = lambda replica: None
         self._clock = clock
         self._couriers: dict[bytes, _Courier] = {}
-        self._closing: set[str] = set()  # copies on their way from the disk
+        self._closing: set[str] = set()  # copies that are being removed from the disk
         rpc.on(Keep, self._keep)
         members.listen(self._member_changed, at_stake=self.replicas)
 
     def load(self) -> None:
-        """After a start: nobody is home of anything until the keepers agree on it anew."""
+        """After a start: this peer is home of nothing until the keepers agree on it anew."""
         for replica in self.storage.unfinished():
             self.replicas[replica.workflow] = replica
+
+    def copy(self, workflow: str) -> Replica | None:
+        """This peer's copy, from memory or from the disk."""
+        return self.replicas.get(workflow) or self.storage.replica(workflow)
 
     # ----------------------------------------------------------------- as a home
 
     def choose(self, workflow: str) -> tuple[bytes, ...]:
-        """This peer and others: an odd number, as many as wanted and there (`place`)."""
+        """Keepers for a new journal: this peer and others (`spread`). Their number is odd: as many
+        as are configured, if so many peers are alive."""
         me = self.rpc.me.id
         alive = [m for m in self.members.here() if m.state == State.ALIVE]
         wanted = odd(min(self.config.keepers, len(alive)))
         if wanted == 1:
             return (me,)
-        mine = [where(m) for m in alive if m.contact.id == me]
+        own = [where(m) for m in alive if m.contact.id == me]
         others = [where(m) for m in alive if m.contact.id != me]
-        return (me, *spread(workflow, mine, others, wanted - 1, self.config.overlay))
+        return (me, *spread(workflow, own, others, wanted - 1, self.config.overlay))
 
     def places(self, keepers: Iterable[bytes]) -> list[Where]:
-        """Of those that are known."""
+        """Machine and site of each keeper that is a known member."""
         return [where(m) for m in map(self.members.get, keepers) if m is not None]
 
-    def found(
-        self, workflow: str, said: Iterable[Journaled], patient: bool, named: bool
+    def create(
+        self, workflow: str, contents: Iterable[Journaled], patient: bool, named: bool
     ) -> tuple[float, asyncio.Future[None]]:
-        """A new journal, whose home this is: its keepers, then these entries. `named`: its id was
-        not drawn just now, and there may have been one of that name.
+        """A new journal, with this peer as its home: first its keepers, then these entries.
+        `named`: its id was not drawn just now, so there may have been a workflow of that name.
 
-        Its time, and when it is on this peer's own disk. The others hear of it then: a disk that
-        refuses it leaves nothing anywhere, once it is abandoned."""
+        Returns its time, and a future for when it is on this peer's own disk. The other keepers
+        hear of it only then: if the disk refuses it and it is abandoned, nothing is left
+        anywhere."""
         keepers = self.choose(workflow)
         before = self.storage.remains(workflow).promised if named else 0
         epoch = next_epoch(before, self.rpc.me.id)
@@ -139,7 +154,8 @@ class Keeping:
         at = self._clock()
         first = KeepersChosen(keepers=keepers)
         entries = tuple(
-            Entry(seq, epoch, at, one.kind, one.packed()) for seq, one in enumerate([first, *said])
+            Entry(seq, epoch, at, content.kind, content.packed())
+            for seq, content in enumerate([first, *contents])
         )
         for entry in entries:
             replica.add(entry)
@@ -156,28 +172,28 @@ class Keeping:
         self.leads.pop(workflow, None)
         replica = self.replicas.pop(workflow, None)
         if replica is not None:
-            self._closing.add(workflow)  # until then another of that name would go with it
+            self._closing.add(workflow)  # until then a new journal of that name would go with it
             gone = Write(workflow, replica.promised, forget=True, position=replica.floor)
             done = self.storage.write([gone], soon=True)
             done.add_done_callback(lambda _: self._closing.discard(workflow))
 
     def is_closing(self, workflow: str) -> bool:
-        """What was here of that name is on its way from the disk."""
+        """The copy of that name is being removed from the disk."""
         return workflow in self._closing
 
     def append(
         self,
         workflow: str,
-        said: Journaled,
+        content: Journaled,
         soon: bool = False,
         then: Then | None = None,
         at: float | None = None,
     ) -> float:
-        """An entry's time: `at`, or now. `then` is called when a majority has it; never, if that
-        never is."""
+        """Writes an entry and returns its time: `at`, or now. `then` is called when a majority has
+        the entry; if that never happens, it is never called."""
         replica, lead = self.replicas[workflow], self.leads[workflow]
         at = self._clock() if at is None else at
-        entry = Entry(replica.count, lead.epoch, at, said.kind, said.packed())
+        entry = Entry(replica.count, lead.epoch, at, content.kind, content.packed())
         replica.add(entry)
         lead.tail.append(entry)
         if then is not None:
@@ -197,7 +213,7 @@ class Keeping:
         return lead.epoch if lead else 0
 
     async def kept(self, workflow: str) -> None:
-        """All that was appended so far is on a majority's disks; or `Deposed`."""
+        """Returns when all that was appended so far is on a majority's disks; else `Deposed`."""
         lead = self.leads.get(workflow)
         if lead is None:
             copy = self.storage.replica(workflow)
@@ -207,7 +223,7 @@ class Keeping:
         replica = self.replicas[workflow]
         if replica.committed >= replica.count:
             return
-        self.storage.write([])  # somebody waits: now, not soon
+        self.storage.write([])  # there is a waiter: sync now, not soon
         if lead.waiters and lead.waiters[-1][0] == replica.count:
             future = lead.waiters[-1][1]
         else:
@@ -216,17 +232,17 @@ class Keeping:
         await asyncio.shield(future)
 
     def follows(self, workflow: str) -> bytes | None:
-        """The home of a copy here, empty if that is not known; None if there is no copy."""
+        """The home that this peer's copy follows, empty if it is not known; None without a copy."""
         replica = self.replicas.get(workflow)
         return None if replica is None else replica.home
 
     def company(self) -> set[bytes]:
-        """Those who keep journals of this home, and the homes of journals kept here."""
-        found = {k for w in self.leads for k in self.replicas[w].keepers}
-        return found | {r.home for r in self.replicas.values() if r.home}
+        """The keepers of this home's journals, and the homes of the journals kept on this peer."""
+        keepers = {k for w in self.leads for k in self.replicas[w].keepers}
+        return keepers | {r.home for r in self.replicas.values() if r.home}
 
     def unkept(self, workflow: str) -> str:
-        """In words: why what its home writes does not count, while that is so."""
+        """In words: why entries of this home are not committed, while that is so."""
         replica = self.replicas.get(workflow)
         if replica is None or replica.committed >= replica.count:
             return ""
@@ -241,7 +257,8 @@ class Keeping:
         return replica.committed if replica else 0
 
     def _sync(self, replica: Replica, lead: Leadership, done: asyncio.Future[None]) -> None:
-        """One look when a batch is on disk, however many of a journal's entries were in it."""
+        """One callback for a batch that gets onto the disk, however many of a journal's entries
+        are in it."""
         if lead.syncing is not None and lead.syncing[0] is done:
             lead.syncing[1][0] = replica.count
             return
@@ -261,7 +278,7 @@ class Keeping:
         self.advance(replica, lead)
 
     def advance(self, replica: Replica, lead: Leadership) -> None:
-        """Somebody's disk has more: perhaps a majority has."""
+        """A keeper's disk has more entries: perhaps a majority has them now."""
         me = self.rpc.me.id
         have = [lead.synced if k == me else lead.have.get(k, 0) for k in replica.keepers]
         reached = replica.agreed(have, lead.epoch)
@@ -269,43 +286,48 @@ class Keeping:
             return
         was_over, before = replica.over, replica.committed
         replica.committed = reached
-        while lead.waiters and lead.waiters[0][0] <= reached:
-            _, future = lead.waiters.popleft()
-            if not future.done():
-                future.set_result(None)
+        lead.release_waiters(reached)
         if replica.over and not was_over:
             done = self.storage.write([Write(replica.workflow, lead.epoch, over=True)], soon=True)
             done.add_done_callback(lambda _: self._ended(replica, lead))
-            self._tell_keepers(replica)  # that it is: nobody needs to ask again
+            self._tell_keepers(replica)  # so that they need not ask again
         self.on_committed(replica.workflow)
         while lead.then and lead.then[0][0] <= reached:
             lead.then.popleft()[1]()
-        if before <= replica.configs[-1][0] < reached and self.leads.get(replica.workflow) is lead:
+        if before <= replica.configs[-1][0] < reached:
+            self._keepers_agreed(replica, lead)
+        self._trim(replica, lead)
+
+    def _keepers_agreed(self, replica: Replica, lead: Leadership) -> None:
+        """The newest set of keepers is committed."""
+        if self.leads.get(replica.workflow) is lead:
             for keeper in lead.parting:
                 self.tell(keeper, replica.workflow)
             self.on_news(replica.workflow)
-        self._trim(replica, lead)
 
     def _ended(self, replica: Replica, lead: Leadership) -> None:
         lead.end_written = True
         self.let_go(replica, lead)
 
     def let_go(self, replica: Replica, lead: Leadership) -> None:
-        """It is over, and a majority knows: the disks have it, and memory needs it no more.
-
-        A keeper that was away asks when it is back, and is told."""
+        """When the workflow has ended and a majority knows, the disks have it and memory needs it
+        no more. A keeper that was away asks when it is back, and is told."""
         if not replica.over or self.leads.get(replica.workflow) is not lead:
             return
         if not self.complete(replica, lead):
-            return  # a keeper is gone, and another one is to come first
+            return  # a keeper is gone, and another one has to come first
         if lead.synced < replica.count or not lead.end_written:
-            return  # what comes back from the disk must be what is known here
+            return  # the disk must give back exactly what memory knows
+        if self._end_is_known(replica, lead):
+            del self.leads[replica.workflow], self.replicas[replica.workflow]
+            self.on_put_away(replica)
+
+    def _end_is_known(self, replica: Replica, lead: Leadership) -> bool:
+        """By every keeper that is here, and by a majority of them all."""
         others = [k for k in replica.keepers if k != self.rpc.me.id]
         here = [k for k in others if self.members.is_here(k)]
         known = sum(lead.told.get(k, 0) >= replica.ended_at_count for k in here)
-        if known == len(here) and known + 1 >= majority(len(replica.keepers)):
-            del self.leads[replica.workflow], self.replicas[replica.workflow]
-            self.on_put_away(replica)
+        return known == len(here) and known + 1 >= majority(len(replica.keepers))
 
     def _trim(self, replica: Replica, lead: Leadership) -> None:
         me = self.rpc.me.id
@@ -335,7 +357,8 @@ class Keeping:
             self.on_vacant(workflow)
 
     def changes(self, workflow: str, keepers: tuple[bytes, ...]) -> None:
-        """Who came and who goes: what was known of their copies is not any more."""
+        """Writes a new set of keepers. For each peer that comes or goes, forgets what was known of
+        its copy."""
         lead, replica = self.leads[workflow], self.replicas[workflow]
         for peer in set(keepers) ^ set(replica.keepers):
             lead.turns[peer] += 1
@@ -349,7 +372,7 @@ class Keeping:
         self.append(workflow, KeepersChosen(keepers=keepers))
 
     def lead(self, workflow: str, epoch: int) -> Leadership:
-        """A majority has granted this epoch: the first entry of it says so to everybody."""
+        """A majority has granted this epoch; its first entry tells all the keepers."""
         replica = self.replicas[workflow]
         replica.home = self.rpc.me.id
         lead = self.leads[workflow] = Leadership(epoch, synced=replica.count, alone=False)
@@ -375,14 +398,14 @@ class Keeping:
             courier.task = asyncio.ensure_future(self._deliver(keeper, courier))
 
     async def _deliver(self, keeper: bytes, courier: _Courier) -> None:
-        """Until it has all. One that is away hears the rest when it is back."""
+        """Until the keeper has everything. One that is away gets the rest when it is back."""
         delay_s = 0.1
         loop = asyncio.get_running_loop()
         rounds, sent_at = 0, 0.0
         try:
-            await asyncio.sleep(0)  # what is appended in this round goes along
+            await asyncio.sleep(0)  # whatever else is appended in this loop iteration goes along
             while courier.dirty:
-                if rounds >= self.config.keep_burst:  # no end of it: a sync for more at once
+                if rounds >= self.config.keep_burst:  # news keeps coming: gather more for each sync
                     await asyncio.sleep(sent_at + self.config.keep_gap_s - loop.time())
                 rounds, sent_at = rounds + 1, loop.time()
                 contact = self.members.contact(keeper)
@@ -394,93 +417,118 @@ class Keeping:
                 if await self._send(contact, slices):
                     delay_s = 0.1
                 else:
-                    for one, _ in slices:
-                        courier.dirty[one.workflow] = None
+                    for unsent, _ in slices:
+                        courier.dirty[unsent.workflow] = None
                     await asyncio.sleep(delay_s * (0.75 + self.rng.random() / 2))
                     delay_s = min(1.0, delay_s * 2)
         finally:
             del self._couriers[keeper]
 
     def _slices(self, keeper: bytes, courier: _Courier) -> list[tuple[Slice, int]]:
-        """Each with the keeper's turn: an answer to a former one counts no more."""
-        found: list[tuple[Slice, int]] = []
+        """Each with the keeper's turn: an answer to an earlier turn does not count any more."""
+        slices: list[tuple[Slice, int]] = []
         left = self.config.keep_bytes_max
-        while courier.dirty and left > 0 and len(found) < self.config.keep_slices_max:
+        while courier.dirty and left > 0 and len(slices) < self.config.keep_slices_max:
             workflow = next(iter(courier.dirty))
             del courier.dirty[workflow]
             lead, replica = self.leads.get(workflow), self.replicas.get(workflow)
             if lead is None or replica is None:
                 continue
-            if keeper not in replica.keepers and keeper not in lead.parting:
-                continue
+            piece = self._slice(keeper, lead, replica, left)
+            if piece is not None:
+                left -= 100 + sum(len(entry.body) + 60 for entry in piece.entries)
+                slices.append((piece, lead.turns[keeper]))
+        return slices
+
+    def _slice(
+        self, keeper: bytes, lead: Leadership, replica: Replica, bytes_max: int
+    ) -> Slice | None:
+        """The next entries of a journal for this keeper; None: it needs nothing now."""
+        if keeper in lead.parting:
+            end = lead.parting[keeper] + 1
+            if replica.committed < end:
+                return None  # it is told when that is agreed on
+        elif keeper in replica.keepers:
             end = replica.count
-            if keeper in lead.parting:
-                end = lead.parting[keeper] + 1
-                if replica.committed < end:
-                    continue  # it is told when that is agreed on
-            start = min(lead.sent.get(keeper, 0), end)
-            entries = self._stretch(lead, replica, start, end, left)
-            last = keeper in lead.parting and start + len(entries) == end
-            if not entries and not last and not self._has_news(replica, lead, keeper):
-                continue
-            left -= 100 + sum(len(entry.body) + 60 for entry in entries)
-            before_epoch = replica.epoch_at(start - 1)
-            committed = min(replica.committed, end)
-            one = Slice(workflow, lead.epoch, start, before_epoch, committed, entries, last)
-            found.append((one, lead.turns[keeper]))
-        return found
+        else:
+            return None
+        start = min(lead.sent.get(keeper, 0), end)
+        entries = self._stretch(lead, replica, start, end, bytes_max)
+        last = keeper in lead.parting and start + len(entries) == end
+        if not entries and not last and not self._has_news(replica, lead, keeper):
+            return None
+        before_epoch = replica.epoch_at(start - 1)
+        committed = min(replica.committed, end)
+        return Slice(replica.workflow, lead.epoch, start, before_epoch, committed, entries, last)
 
     def _has_news(self, replica: Replica, lead: Leadership, keeper: bytes) -> bool:
-        """Without any entry for it: that it should say what it has, or that something counts."""
+        """Even without entries for it: it should say what it has, or hear that the end is
+        committed."""
         untold = lead.told.get(keeper, 0) < replica.committed
         return keeper not in lead.have or (untold and replica.over)
 
     def _stretch(
         self, lead: Leadership, replica: Replica, start: int, end: int, bytes_max: int
     ) -> tuple[Entry, ...]:
-        """Entries from there on, from memory if they are there; at least one if there is any."""
+        """Entries from `start` on, from memory if they are there; at least one if there is any."""
         if start >= end:
             return ()
         if not lead.tail or lead.tail[0].seq > start:
             end = min(end, lead.tail[0].seq if lead.tail else lead.synced)
             return tuple(self.storage.entries(replica.workflow, start, end, bytes_max))
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for entry in lead.tail:
             if start <= entry.seq < end:
                 bytes_max -= len(entry.body) + 60
-                if found and bytes_max < 0:
+                if entries and bytes_max < 0:
                     break
-                found.append(entry)
-        return tuple(found)
+                entries.append(entry)
+        return tuple(entries)
 
     async def _send(self, contact: Contact, slices: list[tuple[Slice, int]]) -> bool:
         loop = asyncio.get_running_loop()
         doubt = loop.call_later(self.config.keep_doubt_s, self.on_doubt, contact)
         try:
-            message = Keep.of(tuple(one for one, _ in slices))
+            message = Keep.of(tuple(piece for piece, _ in slices))
             answer = await self.rpc.call(contact, message, Kept, self.config.keep_timeout_s)
         except CallFailed:
             self.counts["keeps_failed"] += 1
             return False
         finally:
             doubt.cancel()
-        for (one, turn), stored in zip(slices, answer.stored, strict=False):
-            if stored.workflow == one.workflow:
-                self._stored(contact.id, one, turn, stored)
+        for (sent, turn), stored in zip(slices, answer.stored, strict=False):
+            if stored.workflow == sent.workflow:
+                self._stored(contact.id, sent, turn, stored)
         return True
 
     def _stored(self, keeper: bytes, sent: Slice, turn: int, stored: Stored) -> None:
+        """A keeper's answer for one journal."""
         lead, replica = self.leads.get(sent.workflow), self.replicas.get(sent.workflow)
         if lead is None or replica is None or lead.epoch != sent.epoch:
             return
         if lead.turns[keeper] != turn:
             self.tell(keeper, sent.workflow)
-        elif stored.refusal == "exists" and replica.committed:
-            lead.strangers.add(keeper)  # it keeps another of this name
+        elif self._refused(replica, lead, keeper, sent, stored):
+            return
+        elif keeper in lead.parting:
+            lead.sent[keeper] = stored.entries
+            if sent.last:
+                del lead.parting[keeper]
+            else:
+                self.tell(keeper, sent.workflow)
+        else:
+            self._accepted(replica, lead, keeper, sent, stored)
+
+    def _refused(
+        self, replica: Replica, lead: Leadership, keeper: bytes, sent: Slice, stored: Stored
+    ) -> bool:
+        """True if the keeper took nothing; then this also does what follows from that."""
+        if stored.refusal == "exists" and replica.committed:
+            lead.strangers.add(keeper)  # it keeps another journal of this name
             self.on_news(sent.workflow)
         elif forced(stored.epoch) > forced(lead.epoch):
-            # it follows a home that went on without a majority, or would have: this one has a
-            # majority without it (what becomes of the two: `lines`)
+            # It follows a home that went on without a majority, or that would have. This home has a
+            # majority without it. (What becomes of the two lines: `lines`.)
             lead.strangers.add(keeper)
             lead.parting.pop(keeper, None)
             self.on_news(sent.workflow)
@@ -491,99 +539,116 @@ class Keeping:
             lead.sent[keeper] = min(stored.entries, sent.before)
             lead.have.setdefault(keeper, 0)
             self.tell(keeper, sent.workflow)
-        elif keeper in lead.parting:
-            lead.sent[keeper] = stored.entries
-            if sent.last:
-                del lead.parting[keeper]
-            else:
-                self.tell(keeper, sent.workflow)
         else:
-            lead.have[keeper] = max(lead.have.get(keeper, 0), stored.entries)
-            lead.sent[keeper] = max(lead.sent.get(keeper, 0), stored.entries)
-            lead.told[keeper] = max(lead.told.get(keeper, 0), sent.committed)
-            self.advance(replica, lead)
-            if lead.sent[keeper] < replica.count:
-                self.tell(keeper, sent.workflow)
-            elif replica.over:
-                self.let_go(replica, lead)
+            return False
+        return True
+
+    def _accepted(
+        self, replica: Replica, lead: Leadership, keeper: bytes, sent: Slice, stored: Stored
+    ) -> None:
+        lead.have[keeper] = max(lead.have.get(keeper, 0), stored.entries)
+        lead.sent[keeper] = max(lead.sent.get(keeper, 0), stored.entries)
+        lead.told[keeper] = max(lead.told.get(keeper, 0), sent.committed)
+        self.advance(replica, lead)
+        if lead.sent[keeper] < replica.count:
+            self.tell(keeper, sent.workflow)
+        elif replica.over:
+            self.let_go(replica, lead)
 
     # ----------------------------------------------------------------- as a keeper
 
     async def _keep(self, sender: Contact, message: Keep) -> Kept:
-        for found in message.slices:  # before anything is changed: all of it is taken or nothing
-            in_order = all(e.seq == found.before + i for i, e in enumerate(found.entries))
-            if not in_order or any(e.epoch > found.epoch for e in found.entries):
-                raise Refused("protocol", "entries out of their order")
-            if any(not keepers_in(e.body) for e in found.entries if e.kind in CONFIGS):
-                raise Refused("protocol", "a journal without keepers")
-            if found.workflow in self._closing:
-                raise Refused("busy", "the copy is being put away")
+        for piece in message.slices:  # before anything changes: all slices are taken, or none
+            self._check(piece)
         contact = self.members.contact(sender.id)
         if contact is not None:
-            self.rpc.line(contact)  # the end of a home is of interest here
+            self.rpc.line(contact)  # this peer wants to know when a home ends
         writes: list[Write] = []
-        stored = [self._take(sender.id, found, writes) for found in message.slices]
-        # also without any: what is here since an earlier message may not be on disk yet
+        stored = [self._take(sender.id, piece, writes) for piece in message.slices]
+        # even if there are none: entries of an earlier message may not be on disk yet
         await self.storage.write(writes)
-        for found, answer in zip(message.slices, stored, strict=True):
-            replica = self.replicas.get(found.workflow)
-            if replica is None or found.workflow in self.leads or answer.refusal:
-                continue
-            if found.last and replica.promised == found.epoch:
-                self.drop(found.workflow)
-            elif replica.over and replica.promised == found.epoch:
-                # Nothing more is to come, and the disk has it: also what was promised. (Another
-                # home may have been promised a higher epoch meanwhile: that may not be on the disk
-                # yet, and must not be forgotten before it is.)
-                del self.replicas[found.workflow]
-                self.on_put_away(replica)
+        for piece, answer in zip(message.slices, stored, strict=True):
+            if not answer.refusal:
+                self._put_away(piece)
         return Kept.of(tuple(stored))
 
-    def _take(self, home: bytes, found: Slice, writes: list[Write]) -> Stored:
-        workflow = found.workflow
-        replica = self.replicas.get(workflow) or self.storage.replica(workflow)
-        known = replica is not None
-        replica = replica or self.storage.remains(workflow)
-        first = found.entries[0] if found.entries and not found.before else None
-        other = first is not None and replica.count and first.epoch != replica.birth
-        if other and self.makes_way(replica):
-            return Stored(workflow, replica.promised, 0, "gap")  # and from the beginning again
-        if first is not None and first.epoch in replica.voided:
-            return Stored(workflow, replica.promised, 0, "exists")  # its end was agreed on here
-        if other and forced(found.epoch) <= forced(replica.last_epoch):
-            # Born twice, by one key at two peers: the first one here stays. Which epochs it has
-            # seen is of no interest to the other.
-            return Stored(workflow, replica.promised, 0, "exists")
-        if found.epoch < replica.promised:
-            return Stored(workflow, replica.promised, 0, "epoch")
-        later = forced(found.epoch) > forced(replica.last_epoch)
-        if replica.over and later and not replica.shows_end(found):
-            # an end that was agreed on holds against a home that went on without a majority
-            return Stored(workflow, replica.promised, 0, "gap" if found.before else "exists")
-        if not known:
-            if first is None:
-                return Stored(workflow, replica.promised, 0, "gap")
+    def _check(self, piece: Slice) -> None:
+        in_order = all(e.seq == piece.before + i for i, e in enumerate(piece.entries))
+        if not in_order or any(e.epoch > piece.epoch for e in piece.entries):
+            raise Refused("protocol", "entries out of their order")
+        if any(not keepers_in(e.body) for e in piece.entries if e.kind in CONFIGS):
+            raise Refused("protocol", "a journal without keepers")
+        if piece.workflow in self._closing:
+            raise Refused("busy", "the copy is being put away")
+
+    def _put_away(self, piece: Slice) -> None:
+        """If this slice, which is on disk now, was the last one for this copy."""
+        replica = self.replicas.get(piece.workflow)
+        if replica is None or piece.workflow in self.leads:
+            return
+        if piece.last and replica.promised == piece.epoch:
+            self.drop(piece.workflow)
+        elif replica.over and replica.promised == piece.epoch:
+            # Nothing more is to come, and the disk has all of it, the promise too. (Another home
+            # may have been promised a higher epoch meanwhile: that promise may not be on the disk
+            # yet, and must not be forgotten before it is.)
+            del self.replicas[piece.workflow]
+            self.on_put_away(replica)
+
+    def _take(self, home: bytes, piece: Slice, writes: list[Write]) -> Stored:
+        workflow = piece.workflow
+        copy = self.copy(workflow)
+        replica = copy or self.storage.remains(workflow)
+        refusal = self._refuses_namesake(replica, piece) or _refuses(replica, piece)
+        if not refusal and copy is None and not _begins(piece):
+            refusal = "gap"
+        if refusal:
+            return Stored(workflow, replica.promised, 0, refusal)
+        if copy is None:
             self.on_company()
+        return self._follow(home, replica, piece, writes)
+
+    def _refuses_namesake(self, replica: Replica, piece: Slice) -> str:
+        """Why nothing is taken, if the slice begins another journal than this copy is of."""
+        if not _begins(piece):
+            return ""
+        birth = piece.entries[0].epoch
+        other = replica.count and birth != replica.birth
+        if other and self.makes_way(replica):
+            return "gap"  # and from the beginning again
+        if birth in replica.voided:
+            return "exists"  # its end was agreed on here
+        if other and forced(piece.epoch) <= forced(replica.last_epoch):
+            # Born twice, by one key at two peers: the journal that was here first stays. The epochs
+            # that it has seen are of no interest to the other one.
+            return "exists"
+        return ""
+
+    def _follow(self, home: bytes, replica: Replica, piece: Slice, writes: list[Write]) -> Stored:
+        """Takes what a home sends, and adds to `writes` whatever has to get onto the disk."""
+        workflow = piece.workflow
         self.replicas[workflow] = replica
         replica.home = home
-        if found.epoch > replica.promised:
+        if piece.epoch > replica.promised:
             self.depose(workflow)
-        news = found.epoch > replica.promised
-        replica.promised = found.epoch
+        promises = piece.epoch > replica.promised
+        replica.promised = piece.epoch
         was_over = replica.over
-        taken = replica.take(found)
+        taken = replica.take(piece)
         self.on_followed(workflow)
         over = replica.over and not was_over
-        if news or taken.entries or taken.cut_at is not None or over:
-            writes.append(Write(workflow, found.epoch, taken.cut_at, taken.entries, over))
+        if promises or taken.entries or taken.cut_at is not None or over:
+            writes.append(Write(workflow, piece.epoch, taken.cut_at, taken.entries, over))
         self.counts["entries_kept"] += len(taken.entries)
-        return Stored(workflow, found.epoch, taken.agreed, taken.refusal)
+        return Stored(workflow, piece.epoch, taken.agreed, taken.refusal)
 
     def makes_way(self, replica: Replica) -> bool:
-        """Another workflow of the same name is here for one whose submission broke off: of that one
-        nobody was told anything. What was promised stays promised; and how far it was is told by
-        its birth: no copy of it that knows less of its end is ever voted for again, or taken. (Its
-        place among the entries says nothing about a journal of another birth.)"""
+        """Drops this copy for another workflow of the same name, if the submission of its own
+        workflow broke off: nobody was ever told that one was accepted.
+
+        Its promise stays. How far it was is remembered by its birth: no copy of it that knows less
+        of its end is ever voted for or taken again. (Its position among the entries says nothing
+        about a journal of another birth.)"""
         workflow = replica.workflow
         if not replica.over or workflow in self.leads or not self.storage.is_void(workflow):
             return False
@@ -592,9 +657,9 @@ class Keeping:
         return True
 
     def drop(self, workflow: str, back_to: int | None = None, voided: int = 0) -> None:
-        """This copy is one too many. What was promised stays, and how far it was, or that it is
-        void; unless it is of a line that does not hold (`lines`): what stays then is of the era
-        that does."""
+        """Removes this copy, which is one too many. Its promise stays, and how far it was, or that
+        it is void. If it is of a line that does not hold (`lines`), what stays is of the era of the
+        line that does."""
         replica = self.replicas.get(workflow)
         if replica is None or workflow in self.leads or workflow in self._closing:
             return
@@ -618,36 +683,51 @@ class Keeping:
         self.replicas.pop(workflow, None)
         self.on_dropped(workflow)  # (it may have been read from the disk meanwhile)
 
-    # ----------------------------------------------------------------- who is there
+    # ----------------------------------------------------------------- members come and go
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
+        peer, alive = new.contact.id, new.state == State.ALIVE
+        restarted = old is not None and old.boot != new.boot
+        if not alive or restarted:
+            self._doubt_home(peer, gone=restarted or new.state >= State.DEAD)
+        if alive:
+            self._keeper_back(peer)
+        if alive and not restarted and old is not None and old.state == State.SUSPECT:
+            self._trust_home(peer)
+        self._keepers_changed(new, restarted)
+
+    def _doubt_home(self, peer: bytes, gone: bool) -> None:
+        for replica in list(self.replicas.values()):
+            if replica.home == peer:
+                if gone:
+                    replica.home = b""
+                self.on_vacant(replica.workflow)
+
+    def _trust_home(self, peer: bytes) -> None:
+        """The suspicion was wrong."""
+        for replica in list(self.replicas.values()):
+            if replica.home == peer:
+                self.on_followed(replica.workflow)
+
+    def _keeper_back(self, peer: bytes) -> None:
+        for replica in list(self.replicas.values()):
+            if peer in replica.keepers and not replica.home:
+                self.on_keeper_back(replica.workflow)
+
+    def _keepers_changed(self, new: Member, restarted: bool) -> None:
+        """For this home's journals: the member keeps them, or may become their keeper."""
         peer = new.contact.id
-        anew = old is not None and old.boot != new.boot
-        if new.state != State.ALIVE or anew:
-            for replica in list(self.replicas.values()):
-                if replica.home == peer:
-                    if anew or new.state >= State.DEAD:
-                        replica.home = b""
-                    self.on_vacant(replica.workflow)
-        if new.state == State.ALIVE:
-            for replica in list(self.replicas.values()):
-                if peer in replica.keepers and not replica.home:
-                    self.on_keeper_back(replica.workflow)
-        if new.state == State.ALIVE and not anew and old is not None and old.state == State.SUSPECT:
-            for replica in list(self.replicas.values()):
-                if replica.home == peer:
-                    self.on_followed(replica.workflow)
         for workflow, lead in list(self.leads.items()):
             keepers = self.replicas[workflow].keepers
             if peer in keepers or len(keepers) < self.config.keepers or self._parts(keepers, new):
                 self.on_news(workflow)
             if peer in keepers and new.state == State.ALIVE:
-                if anew:
+                if restarted:
                     lead.sent[peer] = lead.have.get(peer, 0)
                 self.tell(peer, workflow)
 
     def _parts(self, keepers: tuple[bytes, ...], new: Member) -> bool:
-        """With it as a keeper, fewer would fall together."""
+        """With this member as a keeper, fewer keepers would share a machine or a site."""
         me, places = self.rpc.me.id, self.places(keepers)
         return new.state == State.ALIVE and would_part(me, places, where(new))
 
@@ -656,3 +736,19 @@ class Keeping:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _begins(piece: Slice) -> bool:
+    """It has a journal's first entry."""
+    return bool(piece.entries) and not piece.before
+
+
+def _refuses(replica: Replica, piece: Slice) -> str:
+    """Why a copy takes nothing of a slice of its own journal; empty: it takes it."""
+    if piece.epoch < replica.promised:
+        return "epoch"
+    later = forced(piece.epoch) > forced(replica.last_epoch)
+    if replica.over and later and not replica.shows_end(piece):
+        # an end that was agreed on holds against a home that went on without a majority
+        return "gap" if piece.before else "exists"
+    return ""

@@ -1,22 +1,24 @@
-"""Two lines of one workflow meet again.
+"""The end of a split brain: of two lines of one workflow's journal, one holds everywhere.
 
 A home that goes on without a majority (`Elections._force`) begins an era of its own. If the lost
-keepers were only cut off, they may have gone on as well: then there are two lines of one journal,
-each with its keepers and its results, and one of them must hold everywhere.
+keepers were only cut off, they may have gone on as well. Then there are two lines of one journal,
+each with its keepers and its results, until the peers of the two meet again.
 
 Rules:
-- Half a submission (a line that is void) holds against none that has all of it.
-- A line that has come to its agreed end holds against one that has not. Of two that have, the one
-  of the lower era holds: a majority agreed to it, and its users were told first. Of two that have
-  not, the one of the higher era holds. So of any two lines both sides choose the same one.
-- The copies of the other line are given up. If that is the one of the higher era, so is what was
-  promised in it, or the line that holds could never have this peer among its keepers again: then
-  what this peer had promised when it left the lower era is promised again, and how far its copy was
-  there, it must not forget either. With less, it could vote for a home that has not what counts.
-- Everybody who is here is asked, until each has answered: keepers come and go, and no line knows
-  who keeps the other by now. Only copies of a forced era ask, or those that promised one and have
-  nothing of it: where no home was ever forced this costs nothing.
-- A copy that follows a home which is here is that home's, however far behind: it is catching up.
+- A line with half a submission (a void one) never holds against a line with all of it.
+- A line that has come to its agreed end holds against one that has not. If both have, the line of
+  the lower era holds: a majority agreed to its end, and its users were told first. If neither has,
+  the line of the higher era holds. So both sides choose the same one of any two lines.
+- The copies of the other line are given up. If it is the line of the higher era, the promises made
+  in that era are given up too, or the line that holds could never have this peer among its keepers
+  again. The peer then falls back to the promise that it had made when it left the lower era, and
+  must remember how far its copy was there: without either, it could vote for a home that lacks
+  committed entries.
+- Every member that is here is asked, until each has answered: keepers come and go, and neither line
+  knows the keepers of the other by now. Only copies of a forced era ask, and copies that promised
+  one and have nothing of it: where no home was ever forced this costs nothing.
+- A copy that follows a home which is here belongs to that home's line, however far behind it is: it
+  is catching up.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class History(NamedTuple):
 
 
 def holds(line: History, other: History) -> bool:
-    """Of two lines this one is the one that goes on."""
+    """True if this line goes on, and not the other one."""
     if line.void != other.void and line.era != other.era:
         return other.void
     if line.over != other.over:
@@ -56,7 +58,7 @@ def holds(line: History, other: History) -> bool:
 class Lines:
     def __init__(self, keeping: Keeping) -> None:
         self._keeping = keeping
-        self._met: dict[str, set[bytes]] = {}  # who has answered that it has no other line
+        self._met: dict[str, set[bytes]] = {}  # peers that answered that they have no other line
         keeping.rpc.on(Meet, self._meet)
         keeping.members.listen(self._member_changed, at_stake=self._met)
 
@@ -78,7 +80,7 @@ class Lines:
         return leads or (stranded and not keeping.members.is_here(copy.home))
 
     async def look(self, copy: Replica) -> None:
-        """Ask those who may have another line of this one."""
+        """Asks every peer that may have another line of this journal."""
         keeping = self._keeping
         known = self._met.setdefault(copy.workflow, set()) | {keeping.rpc.me.id}
         if forced(copy.promised) == forced(copy.last_epoch):
@@ -89,46 +91,46 @@ class Lines:
 
     async def _ask(self, copy: Replica, contact: Contact, slots: asyncio.Semaphore) -> None:
         keeping = self._keeping
-        mine = History.of(copy)
+        own = History.of(copy)
         message = Meet(
             workflow=copy.workflow,
             birth=copy.birth,
             epoch=max(copy.promised, copy.last_epoch),
-            era=mine.era,
-            over=mine.over,
-            void=mine.void,
+            era=own.era,
+            over=own.over,
+            void=own.void,
         )
         try:
             async with slots:
-                found = await keeping.rpc.call(contact, message, Met)
+                answer = await keeping.rpc.call(contact, message, Met)
         except CallFailed:
             return
-        here = keeping.replicas.get(copy.workflow) or keeping.storage.replica(copy.workflow)
-        if here is None or History.of(here) != mine:
-            return  # it has gone on meanwhile: the next look compares anew
+        latest = keeping.copy(copy.workflow)
+        if latest is None or History.of(latest) != own:
+            return  # it has gone on meanwhile: the next look compares again
         stranded = forced(copy.promised) > forced(copy.last_epoch)
-        if not found.known and not stranded:
+        if not answer.known and not stranded:
             self._met.setdefault(copy.workflow, set()).add(contact.id)
-        elif holds(History(found.over, found.era, found.void), mine):
-            self._give_up(here, mine.era, found.era, found.epoch)
+        elif holds(History(answer.over, answer.era, answer.void), own):
+            self._give_up(latest, own.era, answer.era, answer.epoch)
 
     async def _meet(self, sender: Contact, message: Meet) -> Met:
         keeping = self._keeping
-        copy = keeping.replicas.get(message.workflow) or keeping.storage.replica(message.workflow)
+        copy = keeping.copy(message.workflow)
         if copy is None or not copy.count or copy.birth != message.birth:
             return Met(known=False)
-        mine, other = History.of(copy), History(message.over, message.era, message.void)
+        own, other = History.of(copy), History(message.over, message.era, message.void)
         if copy.home == sender.id and forced(copy.promised) == message.era:
-            return Met(known=False)  # its home, which is sending it that very line
-        if mine.era == other.era:
-            # of the same line; what it promised in another era, it promised in vain
-            return Met(known=mine.over, over=mine.over, era=mine.era, void=mine.void)
-        if holds(other, mine):
-            self._give_up(copy, mine.era, other.era, message.epoch)
-        return Met(known=True, over=mine.over, era=mine.era, epoch=copy.promised, void=mine.void)
+            return Met(known=False)  # from this copy's home, which is sending it that very line
+        if own.era == other.era:
+            # the same line; if the sender promised another era, that promise came to nothing
+            return Met(known=own.over, over=own.over, era=own.era, void=own.void)
+        if holds(other, own):
+            self._give_up(copy, own.era, other.era, message.epoch)
+        return Met(known=True, over=own.over, era=own.era, epoch=copy.promised, void=own.void)
 
     def _give_up(self, copy: Replica, era: int, other: int, epoch: int) -> None:
-        """For the line of the era `other`, which holds; `epoch`: what was promised in it."""
+        """In favour of the line of the era `other`; `epoch`: the highest one promised in it."""
         keeping = self._keeping
         keeping.counts["lines_given_up"] += 1
         keeping.replicas[copy.workflow] = copy
@@ -141,7 +143,7 @@ class Lines:
             keeping.drop(copy.workflow, back_to=other)
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
-        """Who was away may have gone on by itself."""
+        """A peer that was away may have gone on by itself: ask it again."""
         if old is None or old.state != new.state or old.boot != new.boot:
             for met in self._met.values():
                 met.discard(new.contact.id)

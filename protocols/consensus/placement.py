@@ -1,9 +1,9 @@
-"""Where a journal is kept: by the peers closest to its workflow, on machines and sites of their
-own where there are such: what falls together should not keep the same journal.
+"""The choice of a journal's keepers: the peers closest to the workflow's id, if possible on
+different machines and sites, so that no single failure takes several keepers of one journal.
 
 A peer that accepts a workflow draws an id close to its own, so it is the closest keeper itself, and
-no hop is spent on the way to one. (The id that follows from an idempotency key lies anywhere; there
-too the accepting peer is the first home, and the others are the closest.)
+no hop is spent on the way to one. (The id made from an idempotency key lies anywhere; there too the
+accepting peer is the first home, and the other keepers are the closest peers.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..wire.messages import Member
 PLACE_DIGITS = 4
 
 
-#: so begin the ids of workflows that are in a task queue
+#: the ids of workflows in a task queue begin with this
 QUEUED = "q"
 
 
@@ -34,7 +34,7 @@ def new_id(me: bytes, rng: random.Random, prefix: str = "w") -> str:
 
 
 def place(workflow: str) -> bytes:
-    """On the overlay's circle of ids."""
+    """A workflow's place on the overlay's circle of ids."""
     digest = hashlib.blake2b(workflow.encode(), digest_size=20).digest()
     try:
         start = bytes.fromhex(workflow[-PLACE_DIGITS:])
@@ -44,7 +44,7 @@ def place(workflow: str) -> bytes:
 
 
 class Where(NamedTuple):
-    """A peer, and what it falls with."""
+    """A peer, and the machine and site that it fails with."""
 
     id: bytes
     host: str
@@ -58,45 +58,46 @@ def where(member: Member) -> Where:
 def spread(
     workflow: str, chosen: Iterable[Where], free: Iterable[Where], count: int, overlay: str
 ) -> list[bytes]:
-    """So many more: each, if it can be, on another machine than all chosen so far, and at another
-    site; of those the closest."""
+    """`count` more keepers: each, if possible, on another machine than all those chosen so far, and
+    at another site; among such peers the closest."""
     at, measure = place(workflow), far(overlay)
-    there, left = list(chosen), list(free)
-    found: list[bytes] = []
-    while left and len(found) < count:
-        hosts, sites = {w.host for w in there}, {w.site for w in there}
+    taken, left = list(chosen), list(free)
+    added: list[bytes] = []
+    while left and len(added) < count:
+        hosts, sites = {w.host for w in taken}, {w.site for w in taken}
         best = min(left, key=lambda w: (w.host in hosts, w.site in sites, measure(w.id, at)))
         left.remove(best)
-        there.append(best)
-        found.append(best.id)
-    return found
+        taken.append(best)
+        added.append(best.id)
+    return added
 
 
 def crowding(keepers: Sequence[Where]) -> tuple[int, int]:
-    """How many fall with another one: with its machine, which counts first, and with its site."""
+    """How many keepers share a machine with another one, and how many share a site: the machine
+    matters first."""
     hosts, sites = {w.host for w in keepers}, {w.site for w in keepers}
     return len(keepers) - len(hosts), len(keepers) - len(sites)
 
 
 def without_one(me: bytes, keepers: Sequence[Where]) -> list[Where]:
-    """One less, but not `me`: those that are left fall together as little as they can."""
+    """One keeper less, but never `me`: of the rest, as few as possible share a machine or site."""
     ways = [[w for w in keepers if w != out] for out in reversed(keepers) if out.id != me]
     return min(ways, key=crowding, default=list(keepers))
 
 
 def would_part(me: bytes, keepers: Sequence[Where], new: Where) -> bool:
-    """With this one in the place of another, fewer fall together: so one change is never undone by
-    the next."""
+    """With this peer in the place of another keeper, fewer keepers share a machine or site. (Only
+    then is it worth a change, so one change is never undone by the next.)"""
     hosts, sites = {w.host for w in keepers}, {w.site for w in keepers}
     shared = len(hosts) < len(keepers), len(sites) < len(keepers)
     if not (shared[0] and new.host not in hosts) and not (shared[1] and new.site not in sites):
-        return False  # it is where others are: mostly so
+        return False  # the usual case: other keepers are there already
     now = crowding(keepers)
     return any(now) and crowding(without_one(me, [*keepers, new])) < now
 
 
 def risk(keepers: Sequence[Where]) -> str:
-    """In words: what the loss of one machine, or of one site, would cost; empty: nothing."""
+    """In words: the damage if one machine, or one site, is lost; empty: none."""
     enough = len(keepers) // 2 + 1
     for what, counts in (
         ("machine", Counter(w.host for w in keepers)),
@@ -115,6 +116,6 @@ def risk(keepers: Sequence[Where]) -> str:
 
 
 def closest(workflow: str, peers: Iterable[bytes], count: int, overlay: str) -> list[bytes]:
-    """By that overlay's way of measuring."""
+    """The peers closest to a workflow, by the distance of that overlay."""
     at, measure = place(workflow), far(overlay)
     return heapq.nsmallest(count, peers, key=lambda peer: measure(peer, at))

@@ -1,4 +1,4 @@
-"""What keeping asks of a disk. `peer/` answers it with SQLite, `sim/` with a disk that fails."""
+"""The storage under replicated journals: SQLite in `peer/`, a disk that fails in `sim/`."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ from .replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """To one journal's copy, all of it or nothing."""
+    """A change of one journal's copy: all of it gets onto the disk, or none."""
 
     workflow: str
     promised: int
     cut_at: int | None = None
     entries: tuple[Entry, ...] = ()
     over: bool = False  # its end is on a majority
-    forget: bool = False  # the copy goes; what was promised, and how far it was, stays
-    position: tuple[int, int] = (0, 0)  # of a copy that goes: its last epoch, its entries
-    #: of a copy that goes, as it is of a line that does not hold: the era of the one that does.
-    #: What stays is what was promised, and how far the copy was, when it left that era.
+    forget: bool = False  # remove the copy; its promise, and how far it was, stay
+    position: tuple[int, int] = (0, 0)  # of a removed copy: its last epoch, its entries
+    #: If the copy is removed because its line does not hold: the era of the line that does. What
+    #: stays is the promise, and how far the copy was, when it left that era.
     back_to: int | None = None
-    voided: int = 0  # the birth of a copy that goes because its submission broke off
+    voided: int = 0  # the birth of a copy that is removed because its submission broke off
 
 
 class ReplicaStorage(Protocol):
     @property
     def trouble(self) -> str:
-        """Why nothing gets onto the disk, while that is so."""
+        """Why writes do not get onto the disk, while they don't; else empty."""
 
     def write(self, writes: Sequence[Write], soon: bool = False) -> asyncio.Future[None]:
-        """In the order of the calls; resolved when it is on disk, however long that takes.
+        """Writes in the order of the calls. The future resolves when these are on disk, however
+        long that takes.
 
-        `soon`: nobody waits for it, it may share the sync of what follows."""
+        `soon`: nobody waits for them, so they may share the sync of later writes."""
 
     def first(self, write: Write, patient: bool) -> asyncio.Future[None]:
-        """Of a journal that is born here: a disk that refuses it says so, by an exception.
+        """The first write of a journal that is born here. If the disk refuses it, the future has
+        an exception.
 
-        `patient`: its user waits for more than this."""
+        `patient`: its user has to wait for more than this write."""
 
     def entries(self, workflow: str, start: int, end: int, bytes_max: int) -> list[Entry]: ...
 
     def unfinished(self) -> list[Replica]:
-        """All copies whose end is not known to be on a majority, as the disk has them."""
+        """All copies on this disk whose end is not known to be on a majority."""
 
     def ended(self, after: str, limit: int) -> list[tuple[str, tuple[bytes, ...], int]]:
-        """Copies whose end is on a majority, by their names: keepers, the last entry's epoch."""
+        """Copies whose end is on a majority, in the order of their names: each with its keepers and
+        its last entry's epoch."""
 
     def replica(self, workflow: str) -> Replica | None: ...
 
     def is_void(self, workflow: str) -> bool:
-        """Of its submission not everything was kept: nobody was told that it was accepted."""
+        """A part of its submission was never kept, so nobody was told that it was accepted."""
 
     def remains(self, workflow: str) -> Replica:
-        """An empty copy, with what is remembered of one that was here before."""
+        """An empty copy that knows what is remembered of an earlier copy on this peer."""

@@ -82,7 +82,7 @@ class Journal:
             document=parts[0],
         )
         rest = (DocumentPart(part=part) for part in parts[1:])
-        at, written = self.keeping.found(workflow, (first, *rest), patient, named)
+        at, written = self.keeping.create(workflow, (first, *rest), patient, named)
         return first, at, written
 
     def append(
