@@ -671,7 +671,7 @@ def test_keepers_are_on_machines_and_sites_of_their_own_where_there_are_such() -
     assert without_one(me.id, [me, *same, near]) == [me, same[0], near]
     assert would_part(me.id, [me, *same], Where(b"\6" * 20, "h1", "there"))
     assert not would_part(me.id, [me, *same], Where(b"\6" * 20, "h1", "here"))
-    assert "all 3 keepers" in risk([me, *same])
+    assert "all 3 copies" in risk([me, *same])
     assert "stands still" in risk([me, same[0], far])
     assert "at one site" in risk([me, near, Where(b"\7" * 20, "h4", "here")])
     assert risk([me, near, far]) == ""

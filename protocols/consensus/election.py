@@ -132,7 +132,7 @@ class Elections:
         replica = self._keeping.replicas.get(workflow)
         if replica is None:
             return ""
-        return self.stuck(workflow) or "its keepers are agreeing on a new home"
+        return self.stuck(workflow) or "the peers that keep its journal are electing a new leader"
 
     def stuck(self, workflow: str) -> str:
         """In words: which keepers are away, if a majority is, as this peer's copy knows them."""
@@ -146,7 +146,7 @@ class Elections:
             return ""
         contacts = [members.contact(k) or Contact(k, "?", 0) for k in away]
         lost_s = self._keeping.config.majority_lost_s
-        forced_then = "" if math.isinf(lost_s) else f"; after {lost_s:g} s it goes on without"
+        forced_then = "" if math.isinf(lost_s) else f"; after {lost_s:g} s it goes on without them"
         return standstill(contacts, count, "are away") + forced_then
 
     def _turn_s(self, replica: Replica) -> float:
@@ -227,7 +227,9 @@ class Elections:
             copy = keeping.replicas.get(workflow)
             promise_holds = copy is not None and copy.promised == epochs[workflow]
             if promise_holds and workflow not in keeping.leads:
-                self._take_office(workflow, epochs[workflow], "its keepers chose it")
+                self._take_office(
+                    workflow, epochs[workflow], "the peers that keep its journal elected it"
+                )
 
     def _put_off(self, batch: list[str]) -> None:
         """The journals that still have no home: stand for them again after a while that grows."""
@@ -363,9 +365,11 @@ class Elections:
         if namesake:
             keeping.makes_way(replica)
         if keeping.is_closing(workflow):  # a promise made now would be forgotten with the copy
-            return Vote(workflow, False, promised, "the copy here is being put away", replica.home)
+            return Vote(
+                workflow, False, promised, "this peer's copy is being removed", replica.home
+            )
         if replica.excludes(candidate, asked):
-            why = "you are no keeper of it any more"
+            why = "the candidate does not keep it any more"
             return Vote(workflow, False, promised, why, replica.home, outsider=True)
         why = replica.why_not(asked) or self._loyal(replica, candidate)
         if why:
@@ -404,12 +408,12 @@ class Elections:
         """Why this peer wants no other home; empty if it does."""
         home = replica.home
         if replica.workflow in self._keeping.leads:
-            return "this peer is its home"
+            return "this peer is its home already"
         if not home or home == candidate:
             return ""
         member = self._keeping.members.get(home)
         if member is not None and member.state == State.ALIVE:
-            return f"peer {home.hex()[:8]} is its home, and there"
+            return f"peer {home.hex()[:8]} is its home, and alive"
         return ""
 
     # ----------------------------------------------------------------- silent homes
@@ -430,7 +434,7 @@ class Elections:
         contact = keeping.members.contact(home)
         try:
             if contact is None:
-                raise CallFailed("it is not known any more")
+                raise CallFailed("the home is not known any more")
             message = StillHome(workflows=tuple(asked))
             answer = await keeping.rpc.call(contact, message, NotHome, probing=True)
         except CallFailed:
@@ -482,9 +486,9 @@ class Elections:
         keeping.counts["homes_forced"] += 1
         lost = len(replica.keepers) - 1 - len(others)
         why = (
-            f"{lost} of its {len(replica.keepers)} keepers were gone for longer than "
-            f"{keeping.config.majority_lost_s:g} s: it goes on from this copy alone, and runs "
-            "again what this copy does not show to be finished"
+            f"{lost} of the {len(replica.keepers)} peers that keep its journal were away for more "
+            f"than {keeping.config.majority_lost_s:g} s: it goes on from this peer's copy alone, "
+            "and runs again the tasks that this copy does not show to be finished"
         )
         left = (me, *others)
         self._take_office(workflow, epoch, why, left[: odd(len(left))])

@@ -250,7 +250,10 @@ class Keeping:
         here = sum(self.members.is_here(k) for k in replica.keepers)
         if here >= majority(count):
             return ""
-        return f"only {here} of the {count} keepers of its journal are here, a majority is needed"
+        are, needed = "is" if here == 1 else "are", majority(count)
+        return (
+            f"only {here} of the {count} peers that keep its journal {are} here; it needs {needed}"
+        )
 
     def committed(self, workflow: str) -> int:
         replica = self.replicas.get(workflow)
@@ -575,11 +578,11 @@ class Keeping:
     def _check(self, piece: Slice) -> None:
         in_order = all(e.seq == piece.before + i for i, e in enumerate(piece.entries))
         if not in_order or any(e.epoch > piece.epoch for e in piece.entries):
-            raise Refused("protocol", "entries out of their order")
+            raise Refused("protocol", "the entries of a journal are out of order")
         if any(not keepers_in(e.body) for e in piece.entries if e.kind in CONFIGS):
-            raise Refused("protocol", "a journal without keepers")
+            raise Refused("protocol", "a journal needs at least one keeper")
         if piece.workflow in self._closing:
-            raise Refused("busy", "the copy is being put away")
+            raise Refused("busy", "the copy of that journal is being removed")
 
     def _put_away(self, piece: Slice) -> None:
         """If this slice, which is on disk now, was the last one for this copy."""

@@ -99,18 +99,18 @@ def would_part(me: bytes, keepers: Sequence[Where], new: Where) -> bool:
 def risk(keepers: Sequence[Where]) -> str:
     """In words: the damage if one machine, or one site, is lost; empty: none."""
     enough = len(keepers) // 2 + 1
-    for what, counts in (
-        ("machine", Counter(w.host for w in keepers)),
-        ("site", Counter(w.site for w in keepers)),
+    for place, counts in (
+        ("on one machine", Counter(w.host for w in keepers)),
+        ("at one site", Counter(w.site for w in keepers)),
     ):
         [(name, count)] = counts.most_common(1) or [("", 0)]
         if count == len(keepers) > 0:
-            many = f"all {count} keepers of its journal are" if count > 1 else "its only keeper is"
-            return f"{many} at one {what} ({name}): lost with that, this workflow is lost"
-        if count >= enough and what == "machine":
+            copies = f"all {count} copies of its journal are" if count > 1 else "its only copy is"
+            return f"{copies} {place} ({name}): if that is lost, so is this workflow"
+        if count >= enough and place == "on one machine":
             return (
-                f"{count} of its {len(keepers)} keepers are at one {what} ({name}): while that is "
-                "away, this workflow stands still"
+                f"{count} of the {len(keepers)} copies of its journal are {place} ({name}): while "
+                "that is away, this workflow stands still"
             )
     return ""
 

@@ -282,13 +282,13 @@ class Replica:
     def why_not(self, asked: Candidacy) -> str:
         """Why this keeper may not vote for a candidate; empty if it may."""
         if asked.epoch <= self.promised:
-            return f"epoch {shown(self.promised)} is promised already"
+            return f"epoch {shown(self.promised)} has been promised already"
         if not in_era(asked.epoch, asked.last_epoch):
-            return "its copy is of before its home went on without a majority"
+            return "its copy is from before its home went on without a majority"
         if self.count and asked.birth != self.birth:
             return "it is another workflow of the same name"
         if asked.birth in self.voided:
-            return "its submission broke off, as was agreed on"
+            return "its submission broke off, by agreement"
         if (asked.last_epoch, asked.entries) < self.position:
             return "its copy is behind this one"
         return ""
