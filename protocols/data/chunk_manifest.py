@@ -1,7 +1,7 @@
-"""How a blob is cut into chunks, and by what each chunk is known. Pure.
+"""The chunks of a blob: how it is cut, and the manifest of their digests. Pure.
 
-A blob's own name is the hash of all of it. A *manifest* lists the digests of its chunks, as whoever
-holds the blob computed them; it is believed until the whole turns out to be something else.
+A blob's name is the hash of its bytes. Its *manifest* lists the digests of its chunks, as a holder
+of the blob computed them; it is believed until the whole blob turns out to be another one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ MANIFEST_BYTES_MAX = CHUNKS_MAX * DIGEST_BYTES
 
 
 def chunk_bytes(size: int) -> int:
-    """The same everywhere: a power of two, and never too many of them."""
-    found = CHUNK_BYTES_MIN
-    while size > found * CHUNKS_MAX:
-        found *= 2
-    return found
+    """The length of a chunk, which is the same at every peer: a power of two, so large that a blob
+    has at most `CHUNKS_MAX` of them."""
+    length = CHUNK_BYTES_MIN
+    while size > length * CHUNKS_MAX:
+        length *= 2
+    return length
 
 
 def count(size: int) -> int:
@@ -28,7 +29,7 @@ def count(size: int) -> int:
 
 
 def span(size: int, index: int) -> tuple[int, int]:
-    """Where a chunk begins, and how long it is."""
+    """A chunk's offset and length."""
     step = chunk_bytes(size)
     start = index * step
     return start, max(0, min(step, size - start))

@@ -1,9 +1,9 @@
-"""Files from other peers: small ones together, large ones in chunks from several at once, and from
-where they came from if no peer has them.
+"""Transfers of files between peers: small files in batches, large ones in chunks from several
+peers at once, and from their origin if no peer has them.
 
-One transfer a blob at a time, however many wait for it; what is to come gets its room before the
-first byte. Holders come from the task's own list, then from the catalog's records, where every
-holder of a file that is worth a record says so, and takes it back when the file goes.
+A blob has one transfer at a time, however many tasks wait for it, and its disk space is reserved
+before the first byte. Holders are taken from the task's own list, then from the catalog: a holder
+publishes a record for each file that is worth one, and withdraws it when the file goes.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ RANGES_AT_ONCE = 4
 TRANSFERS_MAX = 16
 SMALL_BYTES = 64 * 1024  # several of them share a message
 BATCH_BLOBS = 256
-#: tries with peers, some seconds in all; fewer where nobody here knows the holders
+#: tries with peers, some seconds in all; fewer if this peer does not know the holders
 ORIGIN_AFTER, ORIGIN_AFTER_UNKNOWN = 4, 3
 COPY_S_MIN, COPY_BYTES_PER_S = 5.0, 5 * 2**20
-#: what is smaller is fetched from where it was made, or made again: not worth a record
+#: a smaller file is not worth a record: it is fetched from where it was made, or made again
 RECORD_BYTES_MIN = 64 * 1024
 
-#: brings a file in from where it came from
+#: fetches a file from its origin, e.g. a URL
 FromOrigin = Callable[[File, str, Reservation], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class TransferResult:
-    """What became of the files that were asked for."""
+    """The outcome for the files that were asked for."""
 
     errors: list[tuple[File, BaseException]] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
@@ -84,29 +84,29 @@ class Transfer:
         self._members = members
         self._under_way: dict[bytes, asyncio.Task[str]] = {}
         self._slots = asyncio.Semaphore(TRANSFERS_MAX)
-        self.swarm.is_copy = lambda hash: not blobs.cache.holds(hash)
+        self.swarm.is_copy = lambda digest: not blobs.cache.holds(digest)
         self.swarm.on_corrupt = self._corrupt
         blobs.on_gone = self._gone
         rpc.on(ReadBlob, self._read_blob)
         rpc.on(ReadBlobs, self._read_blobs)
         rpc.on(CopyBlobs, self._copy_blobs)
 
-    def _gone(self, hash: bytes) -> None:
-        self.swarm.forget(hash)
-        self.catalog.lost(hash)
+    def _gone(self, digest: bytes) -> None:
+        self.swarm.forget(digest)
+        self.catalog.lost(digest)
 
     @staticmethod
     def _corrupt(file: File, index: int, peer: bytes) -> None:
         where = f"chunk {index} of {file.name} from {peer.hex()[:8]}"
-        log.warning("%s is not what it should be: it is fetched again", where)
+        log.warning("%s is corrupt: fetching it again", where)
 
     async def run(self) -> None:
         await self.catalog.run()
 
-    def held(self, hash: bytes) -> None:
-        """A file is here: others may want to know."""
-        if (self._blobs.size(hash) or 0) >= RECORD_BYTES_MIN:
-            self.catalog.held(hash)
+    def held(self, digest: bytes) -> None:
+        """This peer has a file: publish that, if it is worth a record."""
+        if (self._blobs.size(digest) or 0) >= RECORD_BYTES_MIN:
+            self.catalog.held(digest)
 
     # ----------------------------------------------------------------- serving
 
@@ -123,34 +123,34 @@ class Transfer:
     async def _read_blobs(self, sender: Contact, message: ReadBlobs) -> BlobsRead:
         chosen: list[bytes] = []
         total = 0
-        for hash in message.hashes:
-            size = self._blobs.size(hash)
+        for digest in message.hashes:
+            size = self._blobs.size(digest)
             if size is not None and size <= SMALL_BYTES and total + size <= RANGE_BYTES:
-                chosen.append(hash)
+                chosen.append(digest)
                 total += size
-        found = await self._blobs.read_many(chosen)
+        blobs = await self._blobs.read_many(chosen)
         self.counts["bytes_served"] += total
-        return BlobsRead(blobs=tuple(found))
+        return BlobsRead(blobs=tuple(blobs))
 
     async def _copy_blobs(self, sender: Contact, message: CopyBlobs) -> CopiedBlobs:
         if self.closed:
             raise Refused("leaving", "this peer is leaving")
-        found = await self.fetch_all(message.files, message.hold)
-        for file, error in found.errors:
-            log.info("no second copy of %s here: %s", file.name, error)
-        here = [f.hash for f in message.files if f.hash in self._blobs]
-        if message.hold:  # also what was here before, as a copy that could go at any time
-            here = [hash for hash in here if self._blobs.hold(hash, message.hold)]
+        result = await self.fetch_all(message.files, message.hold)
+        for file, error in result.errors:
+            log.info("no replica of %s on this peer: %s", file.name, error)
+        copied = [f.hash for f in message.files if f.hash in self._blobs]
+        if message.hold:  # files that were only cached here, too: those could go at any time
+            copied = [digest for digest in copied if self._blobs.hold(digest, message.hold)]
         if message.announce:
-            for hash in here:
-                self.catalog.held(hash)
+            for digest in copied:
+                self.catalog.held(digest)
             await self.catalog.tell()
-        return CopiedBlobs(hashes=tuple(here))
+        return CopiedBlobs(hashes=tuple(copied))
 
     async def copy_to(
         self, peer: bytes, files: list[File], hold: str = "", announce: bool = False
     ) -> set[bytes]:
-        """Of those, the ones that this peer holds too by now."""
+        """Has another peer copy these files; returns the digests of those that it holds now."""
         contact = self._members.contact(peer)
         if contact is None:
             return set()
@@ -160,45 +160,50 @@ class Transfer:
             message = CopyBlobs(files=tuple(files), hold=hold, announce=announce)
             answer = await self._rpc.call(contact, message, CopiedBlobs, limit_s)
         except CallFailed as error:
-            log.info("no second copy of %d files: %s", len(files), error)
+            log.info("no replica of %d files: %s", len(files), error)
             return set()
         return set(answer.hashes)
 
     # ----------------------------------------------------------------- fetching
 
     async def fetch(self, file: File, hold: str = "") -> None:
-        """After this the blob is here; or `BlobError`."""
+        """Returns when the blob is here; else `BlobError`."""
         for _, error in (await self.fetch_all([file], hold)).errors:
             raise error
 
     async def fetch_all(self, files: Iterable[File], hold: str = "") -> TransferResult:
-        """After this they are here, but for those with an error. Small ones that have a holder in
-        common come together; whatever did not come that way is fetched by itself."""
+        """Returns when the files are here, but for those with an error. Small files with a holder
+        in common come together; those that did not come that way are fetched one by one."""
         wanted = {file.hash: file for file in files}
-        found = TransferResult()
+        result = TransferResult()
+        moved: Counter[str] = Counter()
         with self._blobs.pinned(wanted):
-            local = sum(f.size for h, f in wanted.items() if h in self._blobs)
-            peer = origin = 0
-            left = [file for hash, file in wanted.items() if hash not in self._blobs]
-            if left:
-                before = {file.hash for file in left if file.hash in self._under_way}
-                results = await self._bring(left, hold)
-                for file, result in zip(left, results, strict=True):
-                    if isinstance(result, BaseException):
-                        found.errors.append((file, result))
-                    elif file.hash in before:
-                        local += file.size  # it came for another task, and counts there
-                    elif result == "origin":
-                        origin += file.size
-                    else:
-                        peer += file.size
+            moved["local"] = sum(f.size for h, f in wanted.items() if h in self._blobs)
+            missing = [file for digest, file in wanted.items() if digest not in self._blobs]
+            if missing:
+                await self._fetch_missing(missing, hold, result, moved)
             if hold:
-                for hash in wanted:
-                    self._blobs.hold(hash, hold)
-        found.moved = Moved(local, peer, origin)
-        return found
+                for digest in wanted:
+                    self._blobs.hold(digest, hold)
+        result.moved = Moved(moved["local"], moved["peer"], moved["origin"])
+        return result
+
+    async def _fetch_missing(
+        self, files: list[File], hold: str, result: TransferResult, moved: Counter[str]
+    ) -> None:
+        """Adds the errors to `result`, and the bytes to `moved`, by where they came from."""
+        before = {file.hash for file in files if file.hash in self._under_way}
+        sources = await self._bring(files, hold)
+        for file, source in zip(files, sources, strict=True):
+            if isinstance(source, BaseException):
+                result.errors.append((file, source))
+            elif file.hash in before:
+                moved["local"] += file.size  # it came for another task, and counts there
+            else:
+                moved[source] += file.size
 
     async def _bring(self, files: list[File], hold: str) -> list[str | BaseException]:
+        """For each file its source, `peer` or `origin`, or an error."""
         new = [file for file in files if file.hash not in self._under_way]
         try:
             for file in new:
@@ -206,14 +211,14 @@ class Transfer:
             async with self._blobs.make_room(sum(file.size for file in new)) as room:
                 self._start(new, hold, room)
         except BlobError as error:
-            for file in new:
-                if file.hash not in self._under_way and file.hash not in self._blobs:
-                    return [error for _ in files]
+            if any(f.hash not in self._under_way and f.hash not in self._blobs for f in new):
+                return [error] * len(files)
         waits = [self._wait(file, hold) for file in files]
         return await asyncio.gather(*waits, return_exceptions=True)
 
     def _start(self, files: list[File], hold: str, room: Reservation) -> None:
-        """Each transfer has its room to itself: who asked for it may be gone before it ends."""
+        """Each transfer owns its share of the reservation: the task that asked for it may be gone
+        before it ends."""
         batches, alone = self._batches(files)
         for holder, rows in batches:
             own = _split(room, sum(file.size for file in rows))
@@ -225,9 +230,9 @@ class Transfer:
             own = _split(room, file.size)
             self._note(file.hash, asyncio.ensure_future(self._fetch(file, hold, own)))
 
-    def _note(self, hash: bytes, task: asyncio.Task[str]) -> None:
-        self._under_way[hash] = task
-        task.add_done_callback(partial(self._fetched, hash))
+    def _note(self, digest: bytes, task: asyncio.Task[str]) -> None:
+        self._under_way[digest] = task
+        task.add_done_callback(partial(self._fetched, digest))
 
     async def _wait(self, file: File, hold: str) -> str:
         task = self._under_way.get(file.hash)
@@ -240,13 +245,14 @@ class Transfer:
                 self._start([file], hold, room)
         return await self._wait(file, hold)
 
-    def _fetched(self, hash: bytes, task: asyncio.Task[str]) -> None:
-        if self._under_way.get(hash) is task:
-            del self._under_way[hash]
+    def _fetched(self, digest: bytes, task: asyncio.Task[str]) -> None:
+        if self._under_way.get(digest) is task:
+            del self._under_way[digest]
         if not task.cancelled() and task.exception() is None:
-            self.held(hash)
+            self.held(digest)
 
     def _batches(self, files: list[File]) -> tuple[list[tuple[bytes, list[File]]], list[File]]:
+        """Small files that come together, each batch with its holder; and the other files."""
         by_holder: dict[bytes, list[File]] = {}
         alone = []
         for file in files:
@@ -260,10 +266,8 @@ class Transfer:
         for holder, rows in by_holder.items():
             if len(rows) == 1:
                 alone += rows
-                continue
-            count = max(1, min(BATCH_BLOBS, RANGE_BYTES // max(1, max(f.size for f in rows))))
-            for start in range(0, len(rows), count):
-                batches.append((holder, rows[start : start + count]))
+            else:
+                batches += [(holder, batch) for batch in _cut(rows)]
         return batches, alone
 
     async def _fetch_batch(self, holder: bytes, files: list[File], room: Reservation) -> None:
@@ -293,7 +297,7 @@ class Transfer:
             return await self._fetch(file, hold, _split(room, file.size))
 
     async def _fetch(self, file: File, hold: str, room: Reservation) -> str:
-        """From peers; else from where it came from. Says which."""
+        """From peers, else from its origin; returns which of the two."""
         try:
             async with self._slots:
                 tries = self._tries(file)
@@ -312,17 +316,17 @@ class Transfer:
                     await self.from_origin(file, hold, room)
                 except BlobError as error:
                     if getattr(error, "passing", False) or file.url.startswith("queue:"):
-                        raise Unavailable(str(error)) from None  # not its reader's fault
+                        raise Unavailable(str(error)) from None  # not the fault of the task
                     raise
                 return "origin"
         finally:
             self._blobs.cache.give_back(room)
 
     def _tries(self, file: File) -> int:
-        """With peers, before its origin is asked: where all readers turn to that at once, it serves
-        them all. Holders that are only thought to be gone may be back in a moment, and a peer that
-        has just joined hears of them in a moment; those of a queue's file may be of another
-        cluster, and can't be asked."""
+        """How often peers are tried before the origin, which would have to serve all readers if
+        they turned to it at once. Holders that seem to be gone may be back in a moment, and a peer
+        that has just joined hears of them in a moment; the holders of a task queue's file may be of
+        another cluster, and can't be asked."""
         if any(map(self._members.is_here, file.holders)):
             return ORIGIN_AFTER
         unknown = any(self._members.get(peer) is None for peer in file.holders)
@@ -330,23 +334,23 @@ class Transfer:
 
     # ----------------------------------------------------------------- for users
 
-    async def announce(self, hash: bytes) -> None:
-        """To the catalog: this peer holds it. Returns when that is known."""
-        self.catalog.held(hash)
+    async def announce(self, digest: bytes) -> None:
+        """Publishes in the catalog that this peer holds a file. Returns when that is done."""
+        self.catalog.held(digest)
         await self.catalog.tell()
 
-    async def find(self, hash: bytes) -> list[bytes]:
-        """Holders by the catalog."""
-        return await self.catalog.find(hash)
+    async def find(self, digest: bytes) -> list[bytes]:
+        """Holders, according to the catalog."""
+        return await self.catalog.find(digest)
 
-    async def size(self, hash: bytes, holders: list[bytes]) -> int | None:
-        """As a holder says; the hash is what is believed in the end."""
+    async def size(self, digest: bytes, holders: list[bytes]) -> int | None:
+        """A file's size according to a holder; the hash decides in the end."""
         for holder in holders:
             contact = self._members.contact(holder)
             if contact is None:
                 continue
             try:
-                message = ReadBlob(hash=hash, offset=0, length=1)
+                message = ReadBlob(hash=digest, offset=0, length=1)
                 return (await self._rpc.call(contact, message, BlobPart)).size
             except CallFailed:
                 continue
@@ -365,16 +369,16 @@ class Transfer:
                     yield contact
 
     async def stream(
-        self, holder: Contact, hash: bytes, start: int, end: int
+        self, holder: Contact, digest: bytes, start: int, end: int
     ) -> AsyncIterator[bytes]:
-        """Ranges in order, several asked for ahead."""
+        """Ranges in order, with several requests ahead."""
         ahead: list[asyncio.Task[BlobPart]] = []
         position = start
         try:
             while position < end or ahead:
                 while position < end and len(ahead) < RANGES_AT_ONCE:
                     length = min(RANGE_BYTES, end - position)
-                    message = ReadBlob(hash=hash, offset=position, length=length)
+                    message = ReadBlob(hash=digest, offset=position, length=length)
                     call = self._rpc.call(holder, message, BlobPart, 20.0)
                     ahead.append(asyncio.ensure_future(call))
                     position += length
@@ -388,7 +392,7 @@ class Transfer:
             await asyncio.gather(*ahead, return_exceptions=True)
 
     async def read(self, file: File, start: int, end: int) -> AsyncIterator[bytes]:
-        """For a user: from this disk, or passed through from a holder, the next where one fails."""
+        """For a user: from this disk, or passed through from a holder, else from the next."""
         if file.hash in self._blobs:
             with self._blobs.pinned([file.hash]):
                 async for data in self._blobs.chunks(file.hash, start, end):
@@ -403,7 +407,7 @@ class Transfer:
                 return
             except CallFailed as error:
                 reasons.append(str(error))
-        why = "; ".join(reasons) or "nobody is known to hold it"
+        why = "; ".join(reasons) or "no holder is known"
         raise Unavailable(f"{file.name}: no holder could give it ({why})")
 
     async def close(self) -> None:
@@ -414,12 +418,19 @@ class Transfer:
 
 
 def _split(room: Reservation, size: int) -> Reservation:
-    """So much of it, as a room of its own."""
+    """Moves so many bytes into a reservation of their own."""
     taken = min(size, room.size)
     room.size -= taken
     return Reservation(taken)
 
 
-def _checked(found: Iterable[tuple[bytes, bytes]], wanted: set[bytes]) -> list[tuple[bytes, bytes]]:
-    """Those that were asked for, and are what their names say."""
-    return [(h, d) for h, d in found if h in wanted and hashlib.sha256(d).digest() == h]
+def _cut(files: list[File]) -> list[list[File]]:
+    """Into batches that fit into one message."""
+    largest = max(1, max(file.size for file in files))
+    count = max(1, min(BATCH_BLOBS, RANGE_BYTES // largest))
+    return [files[start : start + count] for start in range(0, len(files), count)]
+
+
+def _checked(blobs: Iterable[tuple[bytes, bytes]], wanted: set[bytes]) -> list[tuple[bytes, bytes]]:
+    """Those that were asked for and have the right hash."""
+    return [(h, d) for h, d in blobs if h in wanted and hashlib.sha256(d).digest() == h]
