@@ -1,20 +1,22 @@
 """A peer's own decision about its own capacity: reserve → commit → release.
 
 Rules, and why nothing is ever over-booked:
-- Capacity is integers. What runs and what immediate leases hold never sums to more than there is.
-- A lease is for one unit and expires by itself, and falls with its home: one that dies after
-  reserving costs a few seconds of room at most. Committing an expired or unknown lease is refused.
-- An immediate lease begins to run when it is committed. A queued lease waits its turn in one queue,
-  earliest deadline first; units without a deadline count as due a fixed time after they came.
+- Capacity is integers. Running units and immediate leases together never take more than there is.
+- A lease is for one unit. It expires by itself, and is dropped when its home dies: a home that dies
+  after reserving blocks capacity for a few seconds at most. An expired or unknown lease cannot be
+  committed.
+- A unit with an immediate lease begins to run when it is committed. One with a queued lease waits
+  for its turn in a single queue, earliest deadline first; units without a deadline are due a fixed
+  time after they came.
 - The queue is short (in seconds of estimated work): it hides a round trip, it is no backlog.
-- A unit at the queue's head that does not fit yet may be overtaken by smaller ones for a moment
+- A unit at the queue's head that does not fit yet may be overtaken by smaller units for a moment
   only; then the peer drains for it. So a large unit never starves. `hold` asks for such a place.
 - Owners who are refused here take turns (`turns`), through whichever homes they ask.
 - A queued unit that has not begun in time is handed back, to be placed elsewhere.
-- A *gang* is a task that needs several peers at once; its home gathers leases for it. One that
-  holds keeps what comes free here until it has enough. Of two gangs the older has it, even if the
-  younger has a lease already: until it is committed, a lease is no promise. The order of two gangs
-  is the same at every peer; so they never wait for each other in a circle.
+- A *gang* is a task that needs several peers at once; its home gathers leases for it. A gang that
+  holds a peer keeps the capacity that comes free there until it has enough. Of two gangs the older
+  one gets the capacity, even if the younger has a lease already: until it is committed, a lease is
+  no promise. The order of two gangs is the same at every peer, so they never deadlock.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from .turns import Turns
 
 #: units without a deadline are due this long after they came: first come, first served
 NO_DEADLINE_S = 7 * 86400.0
-#: what a unit of unknown length counts for: nobody should queue behind it
+#: the run time assumed for a unit of unknown length: nobody should queue behind it
 RUNTIME_S_UNKNOWN = 60.0
-#: how far down the queue a unit is looked for that fits beside one that does not
+#: how far down the queue to look for a unit that fits, behind one that does not
 BACKFILL_DEPTH = 32
 
 
@@ -43,19 +45,24 @@ def _work(needs: Capacity, runtime_s: float | None) -> float:
     return needs.millicores * (RUNTIME_S_UNKNOWN if runtime_s is None else runtime_s)
 
 
+def _may_queue(room: Room, most: int | None) -> bool:
+    """Units beyond the free capacity may wait here, unless owners take turns (`most`)."""
+    return room.hold or (room.queue and most is None)
+
+
 GangKey = tuple[bytes, int]  # its home, and the home's number for it
 
 
 @dataclass(slots=True)
 class _GangClaim:
-    """What one gang wants here: a lease, which it has or waits for."""
+    """One gang's claim to a lease, which it has or waits for."""
 
     home: bytes
     room: Room
     tag: GangTag
     expires_at: float
     lease: int = 0  # 0: none yet
-    robbed: int = 0  # the lease that an older gang has taken from it
+    robbed: int = 0  # its former lease, which an older gang has taken
 
     @property
     def key(self) -> GangKey:
@@ -102,22 +109,24 @@ class Admission:
         self._config = config
         self._free = capacity
         self._leases: dict[int, _Lease] = {}
-        self._gangs: dict[GangKey, _GangClaim] = {}  # who was heard of longest ago first
+        self._gangs: dict[GangKey, _GangClaim] = {}  # the one heard of longest ago comes first
         self._running: dict[Hashable, tuple[Capacity, float]] = {}
         self._running_work = 0.0
-        self._hand_back_at = math.inf  # no queued unit is to be handed back before
+        self._hand_back_at = math.inf  # no queued unit is to be handed back earlier
         self._queue: list[_Queued] = []
         self._queued: dict[Hashable, _Queued] = {}
-        # work that waits, in core-seconds times a thousand: kept as it changes, asked for often
+        # waiting work, in core-seconds times a thousand: kept up to date, as it is read often
         self._queued_work = 0.0
         self._leased_work = 0.0
         self._queued_leases = 0
-        self._queued_cores = 0  # thousandths of them, that what is queued or may be will need
+        self._queued_cores = 0  # millicores of queued units and queued leases
         self._hold_leases = 0
         self._wishes: dict[bytes, tuple[float, str | None]] = {}
         self._turns = Turns(config.turn_s, config.turn_answer_s)
-        self._owners: dict[Hashable, tuple[str | None, int]] = {}  # of units, and what they hold
-        self.passed_over = False  # somebody had to leave room to another one: that one is told
+        self._owners: dict[
+            Hashable, tuple[str | None, int]
+        ] = {}  # of each unit, and its millicores
+        self.passed_over = False  # one owner was refused for another's sake: tell that one
         self._next_lease = 1
         self._order = 0
 
@@ -137,43 +146,43 @@ class Admission:
         if self._awaited():
             self._wish(home, room.owner, now)
             return Grant(refusal="busy: kept for a task that needs several peers at once")
-        left = max(0, self._config.leases_max - len(self._leases))
-        count = min(room.count, left)
-        immediate = min(count, slots(self._free, room.needs.capacity))
-        if self._is_draining(now):
-            immediate = 0
-        queued, wait_s = 0, 0.0
+        return self._reserve_units(home, room, now)
+
+    def _reserve_units(self, home: bytes, room: Room, now: float) -> Grant:
+        """As many leases as there is capacity for, at once or queued."""
         needs = room.needs.capacity
+        count = min(room.count, max(0, self._config.leases_max - len(self._leases)))
+        immediate = 0 if self._is_draining(now) else min(count, slots(self._free, needs))
         most = self._turns.most(room.owner, needs.millicores, self._free, now)
-        others_turn = most is not None and immediate > most
-        if most is not None and others_turn:
-            immediate, self.passed_over = most, True
-        if immediate < count and (room.hold or (room.queue and most is None)):
+        others_turn = False
+        if most is not None and immediate > most:
+            immediate, self.passed_over, others_turn = most, True, True
+        queued, wait_s = 0, 0.0
+        if immediate < count and _may_queue(room, most):
             queued, wait_s = self._queue_room(room, count - immediate)
-        ids = []
-        for index in range(immediate + queued):
-            ids.append(self._lease(home, room, index >= immediate, now))
+        granted = immediate + queued
+        leases = tuple(self._lease(home, room, i >= immediate, now) for i in range(granted))
         refusal = ""
-        if immediate + queued < room.count:
-            busy = f"{len(self._running)} running, {len(self._queue)} queued"
-            refusal = f"no room for more: {busy}" if ids else f"busy: {busy}"
-            if others_turn:
-                refusal = "it is another owner's turn"
+        if granted < room.count:
+            refusal = "it is another owner's turn" if others_turn else self._busy(granted)
             self._wish(home, room.owner, now)
             self._turns.refused(room.owner, needs, now)
         else:
             self._turns.served(room.owner)
-        return Grant(leases=tuple(ids), queued=queued, wait_s=wait_s, refusal=refusal)
+        return Grant(leases=leases, queued=queued, wait_s=wait_s, refusal=refusal)
+
+    def _busy(self, granted: int) -> str:
+        """In words: why not more."""
+        why = "no room for more" if granted else "busy"
+        return f"{why}: {len(self._running)} running, {len(self._queue)} queued"
 
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
-        gang = self._gangs.pop((home, tag.id), None)
+        gang = self._claim(home, room, tag)
         if gang is None:
-            gang = _GangClaim(home, room, tag, 0.0)
-            if len(self._gangs) >= self._config.gangs_max and not self._displaces(gang):
-                return Grant(refusal="busy: too many tasks that need several peers at once")
+            return Grant(refusal="busy: too many tasks that need several peers at once")
         gang.expires_at = now + self._config.lease_ttl_s
         gang.room = room
-        if gang.lease:  # it lives on, and is the last to expire again
+        if gang.lease:  # it is renewed, and becomes the last one to expire
             lease = self._leases.pop(gang.lease)
             lease.expires_at = gang.expires_at
             self._leases[gang.lease] = lease
@@ -186,38 +195,47 @@ class Admission:
             self._gangs[gang.key] = gang
         if gang.lease:
             return Grant(leases=(gang.lease,), held=True)
-        busy = f"busy: {len(self._running)} running, {len(self._queue)} queued"
+        busy = self._busy(0)
         if not room.hold:
             self._wish(home, room.owner, now)
         return Grant(refusal=busy, held=room.hold)
 
+    def _claim(self, home: bytes, room: Room, tag: GangTag) -> _GangClaim | None:
+        """A gang's claim, known or new; None: there are too many."""
+        gang = self._gangs.pop((home, tag.id), None)
+        if gang is not None:
+            return gang
+        gang = _GangClaim(home, room, tag, 0.0)
+        full = len(self._gangs) >= self._config.gangs_max
+        return None if full and not self._displaces(gang) else gang
+
     def _displaces(self, gang: _GangClaim) -> bool:
-        """An older one is never kept out by younger ones: the youngest of all goes."""
+        """Younger gangs never keep an older one out: the youngest of all goes."""
         youngest = max(self._gangs.values(), key=lambda g: g.order)
         return youngest.order > gang.order and self._disband(youngest.key)
 
     def _fits(self, gang: _GangClaim) -> bool:
-        """Now. What is queued was promised to be soon, and goes first."""
+        """Now. Queued units go first: they were promised to begin soon."""
         full = len(self._leases) >= self._config.leases_max
         return not self._queue and not full and slots(self._free, gang.room.needs.capacity) > 0
 
     def _awaited(self) -> list[_GangClaim]:
-        """Gangs that hold, and have no lease yet: the oldest first. (There are seldom any.)"""
+        """Gangs that hold this peer and have no lease yet, the oldest first. (Seldom any.)"""
         if not self._gangs:
             return []
         return sorted((g for g in self._gangs.values() if not g.lease), key=lambda g: g.order)
 
     def _serve_gangs(self, now: float) -> list[bytes]:
-        """The homes of those that have a lease now."""
-        found = []
+        """Gives leases to gangs that wait for one; returns their homes."""
+        served = []
         for gang in self._awaited():
             if not self._fits(gang):
                 self._make_way(gang)
             if not self._fits(gang):
-                break  # who is younger does not overtake it
+                break  # younger gangs do not overtake it
             gang.lease = self._lease(gang.home, gang.room, False, now, gang.key)
-            found.append(gang.home)
-        return found
+            served.append(gang.home)
+        return served
 
     def _make_way(self, gang: _GangClaim) -> None:
         """Younger gangs that have not begun give their leases up, if that is enough."""
@@ -235,11 +253,11 @@ class Admission:
                 return
 
     def meet_gangs(self, now: float) -> list[bytes]:
-        """Room came free: the homes of gangs that have a lease by that."""
+        """After capacity came free: returns the homes of gangs that got a lease by that."""
         return self._serve_gangs(now) if self._gangs else []
 
     def _queue_room(self, room: Room, count: int) -> tuple[int, float]:
-        """How many may wait here, and the guess how long the last of them will."""
+        """How many units may wait here, and an estimate of how long the last of them will."""
         waiting = len(self._queue) + self._queued_leases
         by_count = max(0, self._config.queue_units_max - waiting)
         share = max(1, room.needs.capacity.millicores) / max(1, self.capacity.millicores)
@@ -256,12 +274,12 @@ class Admission:
         return granted, ahead_s + granted * each_s
 
     def _queue_share(self) -> int:
-        """Thousandths of cores for which more may wait, however long it takes: of five units
-        that run one ends within a fifth of their time."""
+        """Millicores for which more units may wait, whatever their run times: of five units that
+        run, one ends within a fifth of their time."""
         return max(0, int(self._config.queue_share * self.capacity.millicores) - self._queued_cores)
 
     def _backlog_s(self) -> float:
-        # an empty sum is nothing: sheds what rounding has left
+        # an empty sum is zero: drop the rounding errors
         self._queued_work = self._queued_work if self._queue else 0.0
         self._leased_work = self._leased_work if self._leases else 0.0
         self._running_work = self._running_work if self._running else 0.0
@@ -302,12 +320,11 @@ class Admission:
     def commit(
         self, home: bytes, lease_id: int, unit: Hashable, now: float, owner: str | None = None
     ) -> str:
-        """`run` (it may begin), `wait` (it is queued), or why not."""
+        """`run` (it may begin), `wait` (it is queued), or the reason why neither."""
         self.expire(now)
         lease = self._leases.get(lease_id)
         if lease is None or lease.home != home:
-            for key in [k for k, g in self._gangs.items() if k[0] == home and g.robbed == lease_id]:
-                self._disband(key)  # its home took it for granted, and gathers anew
+            self._disband_robbed(home, lease_id)
             return "the lease has expired"
         if unit in self._running or unit in self._queued:
             return "it is here already"
@@ -321,8 +338,18 @@ class Admission:
         if not lease.queued:
             self._run(unit, lease.needs, lease.runtime_s)
             return "run"
+        self._enqueue(unit, lease, now)
+        return "wait"
+
+    def _disband_robbed(self, home: bytes, lease_id: int) -> None:
+        """A gang whose home still believed in a lease that an older gang has taken: it gathers
+        anew."""
+        for key in [k for k, g in self._gangs.items() if k[0] == home and g.robbed == lease_id]:
+            self._disband(key)
+
+    def _enqueue(self, unit: Hashable, lease: _Lease, now: float) -> None:
         self._order += 1
-        # what was promised is at most the queue's length in time; this is several times that
+        # the promise was at most the queue's length in time; this is several times that
         long_s = 5 * self._config.queue_share * (lease.runtime_s or 0.0)
         patience_s = max(self._config.patience_s, long_s)
         entry = _Queued(
@@ -336,13 +363,12 @@ class Admission:
         )
         if self._queue and entry < self._queue[-1]:
             bisect.insort(self._queue, entry)
-        else:  # mostly: who comes later is due later
+        else:  # the usual case: later units are due later
             self._queue.append(entry)
         self._queued[unit] = entry
         self._queued_work += _work(entry.needs, entry.runtime_s)
         self._queued_cores += entry.needs.millicores
         self._hand_back_at = min(self._hand_back_at, entry.hand_back_at)
-        return "wait"
 
     def _run(self, unit: Hashable, needs: Capacity, runtime_s: float | None) -> None:
         work = _work(needs, runtime_s)
@@ -350,7 +376,7 @@ class Admission:
         self._running_work += work
 
     def _unqueue(self, entry: _Queued) -> None:
-        first = self._queue[0] is entry  # mostly
+        first = self._queue[0] is entry  # the usual case
         del self._queue[0 if first else bisect.bisect_left(self._queue, entry)]
         del self._queued[entry.unit]
         self._queued_work -= _work(entry.needs, entry.runtime_s)
@@ -359,7 +385,7 @@ class Admission:
     def starts(self, now: float) -> list[Hashable]:
         """Queued units that may begin now; they count as running from here on."""
         self.expire(now)
-        found: list[Hashable] = []
+        started: list[Hashable] = []
         index = 0
         while index < len(self._queue) and self._free.millicores > 0:
             entry = self._queue[index]
@@ -367,17 +393,17 @@ class Admission:
                 self._unqueue(entry)
                 self._free = plus(self._free, entry.needs, -1)
                 self._run(entry.unit, entry.needs, entry.runtime_s)
-                found.append(entry.unit)
+                started.append(entry.unit)
                 continue
             if index == 0 and now - entry.since > self._config.backfill_s_max:
                 break  # no more overtaking
             index += 1
             if index > BACKFILL_DEPTH:
                 break
-        return found
+        return started
 
     def release(self, unit: Hashable) -> bool:
-        """It ended, was cancelled, or is handed back; True if it was here."""
+        """The unit ended, was cancelled, or is handed back; True if it was here."""
         owner, millicores = self._owners.pop(unit, (None, 0))
         self._turns.count(owner, -millicores)
         if unit in self._running:
@@ -397,8 +423,8 @@ class Admission:
                 continue
             if lease.gang is None or not self._disband(lease.gang):
                 self._drop(lease_id)
-        for id in gangs:
-            self._disband((home, id))
+        for gang_id in gangs:
+            self._disband((home, gang_id))
 
     def _disband(self, key: GangKey) -> bool:
         gang = self._gangs.pop(key, None)
@@ -407,11 +433,11 @@ class Admission:
         return gang is not None
 
     def forsake(self, home: bytes) -> bool:
-        """It is dead, or was started anew: what it reserved it will never use. True: so there is
-        more room now."""
+        """The home is dead or was restarted, and will never use its reservations. True if that
+        freed capacity."""
         if not (self._leases or self._gangs or self._wishes):
             return False
-        dropped = [id for id, lease in self._leases.items() if lease.home == home]
+        dropped = [n for n, lease in self._leases.items() if lease.home == home]
         for lease_id in dropped:
             self._drop(lease_id)
         gone = [self._disband(key) for key in list(self._gangs) if key[0] == home]
@@ -441,7 +467,7 @@ class Admission:
             self._free = plus(self._free, lease.needs)
 
     def overdue(self, now: float) -> list[Hashable]:
-        """Queued units to hand back: what was promised to be soon was not."""
+        """Queued units to hand back, as they did not begin in the time that was promised."""
         if now < self._hand_back_at:
             return []
         left = (q.hand_back_at for q in self._queue if q.hand_back_at > now)
@@ -459,8 +485,8 @@ class Admission:
             self._wishes[home] = now + self._config.vacancy_ttl_s, owner
 
     def take_wish(self, now: float) -> bytes | None:
-        """The home that was refused longest ago and still wants, if there is room to offer it; of
-        several owners' homes that of the one who holds least here."""
+        """The home that was refused longest ago and still wants capacity, if there is any to offer;
+        if several owners compete, a home of the owner who holds least here."""
         self.passed_over = False
         if self._queue or self._free.millicores <= 0 or self.closed or self._awaited():
             return None
@@ -479,8 +505,8 @@ class Admission:
         return self._free
 
     def on_offer(self, now: float) -> tuple[Capacity, float, int, int]:
-        """What `reserve` would grant now: room; seconds of work, and units, that may be queued, and
-        thousandths of cores for which any may."""
+        """What `reserve` would grant now: free capacity; how many seconds of work and how many
+        units may be queued; and millicores for which units of any length may be."""
         full = self.closed or len(self._leases) >= self._config.leases_max
         if full or self._is_draining(now):
             return Capacity(), 0.0, 0, 0
@@ -490,14 +516,14 @@ class Admission:
         return self._free, queue_s, units, self._queue_share()
 
     def _is_draining(self, now: float) -> bool:
-        """For a gang, or for the unit at the head of the queue."""
+        """This peer keeps capacity free, for a gang or for the unit at the head of the queue."""
         if self._awaited():
             return True
         return bool(self._queue) and now - self._queue[0].since > self._config.backfill_s_max
 
     @property
     def leased(self) -> int:
-        """Room that was promised, and may be taken up any moment."""
+        """Leases, which may be taken up at any moment."""
         return len(self._leases)
 
     @property
@@ -520,7 +546,7 @@ class Admission:
         return min(times, default=None)
 
     def sanity_check(self) -> None:
-        """What must hold after every step."""
+        """The invariants that hold after every step."""
         used = self._free
         for needs, _ in self._running.values():
             used = plus(used, needs)
@@ -532,6 +558,10 @@ class Admission:
         assert self._queue == sorted(self._queue), "the queue is out of order"
         assert len(self._queue) == len(self._queued), "the queue and its index differ"
         assert self._queued_leases == sum(lease.queued for lease in self._leases.values())
+        self._check_owners()
+        self._check_gangs()
+
+    def _check_owners(self) -> None:
         held: Counter[str] = Counter()
         for lease in self._leases.values():
             held.update({lease.owner: lease.needs.millicores} if lease.owner is not None else {})
@@ -539,6 +569,8 @@ class Admission:
             held.update({owner: millicores} if owner is not None else {})
         assert all(self._turns.held(owner) == count for owner, count in held.items())
         assert len(self._owners) <= len(self._running) + len(self._queued)
-        tied = {lease.gang: id for id, lease in self._leases.items() if lease.gang is not None}
-        having = {key: gang.lease for key, gang in self._gangs.items() if gang.lease}
-        assert tied == having, "gangs and their leases differ"
+
+    def _check_gangs(self) -> None:
+        leases = {lease.gang: n for n, lease in self._leases.items() if lease.gang is not None}
+        claims = {key: gang.lease for key, gang in self._gangs.items() if gang.lease}
+        assert leases == claims, "gangs and their leases differ"

@@ -1,12 +1,12 @@
-"""How a peer is asked for capacity: reserve, commit and return, as messages over `Admission`.
+"""Requests for a peer's capacity: reserve, commit and return, as messages over `Admission`.
 
-The daemon, the simulator, the tests and the papers' experiments have this one door. Its `Occupant`
-runs what is let in, and says when that has ended. A strategy that makes more of these messages
-looks at them itself (`looked_at`).
+The daemon, the simulator, the tests and the papers' experiments all use this one door. Its
+`Occupant` runs the units that are let in, and reports when they have ended. A strategy that needs
+more from these messages looks at them itself (`looked_at`).
 
 Rules:
-- Only `Admission` says what may run. Every path that ends a unit releases it here.
-- Whoever frees capacity calls `advance`: what waits begins, and who was refused is told.
+- Only `Admission` decides what may run. Every path that ends a unit releases it here.
+- Whoever frees capacity calls `advance`: waiting units begin, and homes that were refused are told.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .admission import Admission
 
 OVERDUE = "it waited longer in this peer's queue than was promised"
 
-#: a message of a home's, before or after it was served
+#: called with a home's message after `Admission` has dealt with it
 Look = Callable[[Contact, Reserve | ReturnLeases], None]
 
 
 class Occupant(Protocol):
-    """Who runs what is let in."""
+    """Runs the units that are let in."""
 
     def refusal(self, home: bytes, work: Work) -> str | None:
-        """Empty: it may come in. Else why not; None for a repeat of what is here already."""
+        """Why a unit may not come in; empty if it may; None for a repeat of one that is here."""
 
     def let_in(self, home: bytes, work: Work) -> None:
-        """It is here now: `start` or `wait` comes next."""
+        """The unit is here now: `start` or `wait` comes next."""
 
     def start(self, unit: Hashable) -> None:
         """Its turn has come."""
@@ -56,11 +56,11 @@ class Occupant(Protocol):
         """Its turn will come."""
 
     def hand_back(self, unit: Hashable, reason: str) -> None:
-        """It has waited for too long. (`release` is the occupant's.)"""
+        """It has waited for too long. (The occupant calls `release`.)"""
 
 
 class Guest:
-    """An occupant that takes all that there is room for: its `start` is what differs."""
+    """An occupant that takes every unit that fits; subclasses define `start`."""
 
     def refusal(self, home: bytes, work: Work) -> str | None:
         return ""
@@ -80,8 +80,8 @@ class Door:
         self, rpc: Rpc, members: Members, admission: Admission, lease_ttl_s: float
     ) -> None:
         self.admission = admission
-        self.on_room: list[Callable[[], None]] = []  # there may be more than before, or less
-        self.looked_at: list[Look] = []  # by strategies, for what is their own in it
+        self.on_room: list[Callable[[], None]] = []  # called when free capacity may have changed
+        self.looked_at: list[Look] = []  # strategies that read these messages, too
         self._rpc = rpc
         self._members = members
         self._lease_ttl_s = lease_ttl_s
@@ -93,7 +93,7 @@ class Door:
         members.listen(self._member_changed)
 
     def open(self, occupant: Occupant) -> None:
-        """Before anybody asks."""
+        """Call this before any message comes."""
         self._occupant = occupant
 
     @property
@@ -103,30 +103,30 @@ class Door:
     # ----------------------------------------------------------------- for this very peer
 
     def reserve(self, home: bytes, room: Room) -> Grant:
-        """As if that home had asked for it."""
+        """As if that home had asked by a message."""
         grant = self.admission.reserve(home, room, self._now())
         self._reserved()
         return grant
 
     def ticket(self) -> Ticket:
-        """What this peer has to offer."""
+        """This peer's offer: its free capacity and its queue."""
         return Ticket(*self.admission.on_offer(self._now()))
 
     def release(self, unit: Hashable) -> None:
-        """It has ended. `advance` follows, when all that ended has been released."""
+        """The unit has ended. Call `advance` when all units that ended are released."""
         self.admission.release(unit)
 
     def advance(self) -> None:
-        """Capacity came free: begin what waits, and tell who was refused."""
+        """Capacity came free: begins waiting units, and tells homes that were refused."""
         assert self._occupant is not None, "nobody lives here"
         now = self._now()
         for unit in self.admission.starts(now):
             self._occupant.start(unit)
         for unit in self.admission.overdue(now):
             self._occupant.hand_back(unit, OVERDUE)
-        told = self.admission.meet_gangs(now)
-        home = self.admission.take_wish(now)
-        for peer in (*told, home) if home else told:
+        homes = self.admission.meet_gangs(now)
+        refused = self.admission.take_wish(now)
+        for peer in (*homes, refused) if refused else homes:
             contact = self._members.contact(peer)
             if contact is not None:
                 self._rpc.tell(contact, Vacancy(free=self.admission.free))
@@ -161,7 +161,7 @@ class Door:
         for work in message.works:
             refusal = self._occupant.refusal(sender.id, work)
             if refusal is None:
-                continue  # a repeat: it is being seen to
+                continue  # a repeat: the unit is here
             verdict = refusal or self.admission.commit(
                 sender.id, work.lease, work.key, now, work.owner
             )
@@ -170,7 +170,7 @@ class Door:
                 continue
             self._occupant.let_in(sender.id, work)
             (self._occupant.start if verdict == "run" else self._occupant.wait)(work.key)
-        self.advance()  # room may have come free between the lease and this
+        self.advance()  # capacity may have come free between the lease and this
         return Committed(refused=tuple(refused))
 
     def _look(self, sender: Contact, message: Reserve | ReturnLeases) -> None:
@@ -189,7 +189,7 @@ class Door:
             self.advance()
 
     def _set_timer(self) -> None:
-        """One that is set for earlier stays: it looks again then."""
+        """A timer that is set for earlier stays: it sets the next one."""
         at = self.admission.next_event_at()
         if at is None:
             return

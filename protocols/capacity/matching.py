@@ -1,8 +1,8 @@
-"""Does a peer meet a unit's needs, and if not, which one it fails."""
+"""The match of a unit's needs with a peer's capacity and traits; in words if it fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from valence.workflow.quantities import show_bytes
 
@@ -28,30 +28,34 @@ def slots(free: Capacity, needs: Capacity) -> int:
 
 
 def unmet(capacity: Capacity, traits: Traits, needs: Needs) -> list[str]:
-    """What this peer could not give even when idle, in words."""
-    found = []
-    need = needs.capacity
+    """The needs that this peer could not meet even when idle, in words."""
+    return [*_too_small(capacity, needs.capacity), *_missing(traits, needs)]
+
+
+def _too_small(capacity: Capacity, need: Capacity) -> Iterator[str]:
     if need.millicores > capacity.millicores:
-        found.append(f"{need.millicores / 1000:g} cpus")
+        yield f"{need.millicores / 1000:g} cpus"
     if need.memory_bytes > capacity.memory_bytes:
-        found.append(f"{show_bytes(need.memory_bytes)} of memory")
+        yield f"{show_bytes(need.memory_bytes)} of memory"
     if need.disk_bytes > capacity.disk_bytes:
-        found.append(f"{show_bytes(need.disk_bytes)} of disk")
+        yield f"{show_bytes(need.disk_bytes)} of disk"
     if need.gpus > capacity.gpus:
-        found.append(f"{need.gpus} gpu{'s' * (need.gpus > 1)}")
+        yield f"{need.gpus} gpu{'s' * (need.gpus > 1)}"
+
+
+def _missing(traits: Traits, needs: Needs) -> Iterator[str]:
     for name in ("arch", "os", "site"):
         wanted = getattr(needs, name)
         if wanted is not None and wanted != getattr(traits, name):
-            found.append(f"{name} {wanted}")
+            yield f"{name} {wanted}"
     if needs.speed is not None and needs.speed > traits.speed:
-        found.append(f"speed {needs.speed:g}")
-    found.extend(f"label {label}" for label in needs.labels if label not in traits.labels)
-    found.extend(f"software {name}" for name in needs.software if name not in traits.software)
-    return found
+        yield f"speed {needs.speed:g}"
+    yield from (f"label {label}" for label in needs.labels if label not in traits.labels)
+    yield from (f"software {name}" for name in needs.software if name not in traits.software)
 
 
 def explain(members: Iterable[Member], needs: Needs) -> str | None:
-    """None if some peer meets the needs when idle; else which need no peer meets."""
+    """None if some peer meets the needs when idle; else, in words, which needs no peer meets."""
     counts: dict[str, int] = {}
     total = 0
     for member in members:

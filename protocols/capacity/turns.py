@@ -1,10 +1,10 @@
-"""Whose turn it is at a peer's door: owners who were refused there hold equal parts of it. Pure.
+"""Fair shares of one peer among owners: those who were refused there take turns. Pure.
 
-An owner's homes may be many, and each knows only of the units that wait with it; so that whoever
-submits at three peers does not get three times as much, the door counts, too. While an owner that
-was refused is still expected to ask, another one that holds more of this peer gets no more. Its
-home is told when there is room, and has a moment to ask: if it does not, it is waited for no
-longer. With one owner only there is nothing to count, and nothing is held back.
+An owner may have many homes, and each knows only the units that wait there. The peer itself counts
+too, so that an owner who submits at three peers does not get three times as much. While an owner
+that was refused is still expected to ask again, another owner that holds more of this peer gets no
+more. The refused owner's home is told when there is free capacity, and has a moment to ask; then
+the peer stops waiting for it. With a single owner there is nothing to count or to hold back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OWNERS_MAX = 1000
 
 class Turns:
     def __init__(self, patience_s: float, answer_s: float) -> None:
-        self._patience_s = patience_s  # how long one that was refused is expected to ask again
-        self._answer_s = answer_s  # and once its home was told that there is room
+        self._patience_s = patience_s  # how long a refused owner is expected to ask again
+        self._answer_s = answer_s  # and once its home was told of free capacity
         self._wanting: dict[str, tuple[float, Capacity]] = {}  # until when, and what
-        self._held: Counter[str] = Counter()  # thousandths of cores
+        self._held: Counter[str] = Counter()  # millicores
 
     def count(self, owner: str | None, millicores: int) -> None:
-        """It holds so much more, or less."""
+        """The owner holds so much more, or less."""
         if owner is not None:
             self._held[owner] += millicores
             if not self._held[owner]:
@@ -36,8 +36,8 @@ class Turns:
         return 0 if owner is None else self._held[owner]
 
     def most(self, owner: str | None, millicores: int, free: Capacity, now: float) -> int | None:
-        """How many units of that size it may have now; None: as many as there is room for. Nothing
-        is kept for who could not use what is free."""
+        """How many units of that size an owner may have now; None: as many as fit. Nothing is kept
+        for an owner that could not use the free capacity."""
         if owner is None or not self._wanting:
             return None
         self.forget(now)
@@ -65,7 +65,7 @@ class Turns:
         return len(self._wanting) > 1
 
     def next_at(self) -> float:
-        """When somebody is waited for no longer."""
+        """When this peer next stops waiting for an owner."""
         return min((until for until, _ in self._wanting.values()), default=math.inf)
 
     def forget(self, now: float) -> None:
