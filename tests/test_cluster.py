@@ -407,8 +407,8 @@ def test_unsatisfiable_needs_wait_and_say_which(cluster) -> None:
             (workflow.task("a")["waiting_for"] or "").startswith("needs") and workflow.task("a")
         ),
     )
-    assert waiting["waiting_for"] == "needs 2 gpus: no peer of 8 has that"
-    assert "no peer of 8" in cluster.cli("why", workflow.id, "a").stdout
+    assert waiting["waiting_for"] == "needs 2 GPUs, but none of the 8 peers has that"
+    assert "none of the 8 peers" in cluster.cli("why", workflow.id, "a").stdout
     workflow.cancel()
 
 
@@ -741,7 +741,7 @@ def test_get_fails_where_a_result_is_missing_and_overwrites_nothing(cluster, tmp
 
 def test_status_says_what_waits(cluster) -> None:
     workflow = submit(cluster, {"a": {"command": ["true"], "needs": {"memory": "10TiB"}}})
-    wait_for(lambda: "no peer of 8" in cluster.cli("status", workflow.id).stdout)
+    wait_for(lambda: "none of the 8 peers" in cluster.cli("status", workflow.id).stdout)
     workflow.cancel()
 
 

@@ -55,7 +55,7 @@ def test_it_runs_live_and_shows_its_metrics_and_its_reasons(
         {"name": "x", "strategy": "dice", "tasks": {"g": {"command": "true", "needs": {"gpus": 9}}}}
     )
     said = json.loads(cluster.cli("why", strange.id, "g", "--json").stdout)
-    assert "needs 9 gpus: no peer of 3 has that" in said["waiting_for"]
+    assert "needs 9 GPUs, but none of the 3 peers has that" in said["waiting_for"]
     strange.cancel()
     counted = [cluster.client(n).metrics() for n in range(3)]
     assert any('valence_dice_total{kind="placed"}' in text for text in counted)

@@ -150,7 +150,7 @@ def test_what_no_pilot_of_a_site_could_run_stays_in_the_queue_and_says_so() -> N
         await queue.pull(anew=True, pilots=(pilot(ANN),))
         assert not (await queue.pull(want=5)).works
         said = queue.home.waiting_for(queue.run, queue.run.tasks["x"])
-        assert "needs 1 gpu: no peer of 1 has that" in said
+        assert "needs 1 GPU, which the only peer does not have" in said
         equipped = pilot(BOB)._replace(capacity=Capacity(1000, gpus=1))
         answer = await queue.pull(want=5, pilots=(pilot(ANN), equipped))
         assert len(answer.works) == 1

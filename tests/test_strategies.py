@@ -90,7 +90,7 @@ def test_it_says_what_a_unit_waits_for(strategy: str) -> None:
         await asyncio.sleep(3.0)
         said = lab.home.strategy.waiting_for(strange.key)
         assert said is not None
-        assert "needs 1 gpu: no peer of 4 has that" in said
+        assert "needs 1 GPU, but none of the 4 peers has one" in said
         lab.add(unit(f"t{n}") for n in range(12))
         await asyncio.sleep(2.0)
         waiting = [lab.home.strategy.waiting_for(key) for key in lab.units]

@@ -289,7 +289,7 @@ def test_the_need_that_nobody_meets_is_named() -> None:
         for n in range(4)
     ]
     need = Needs(capacity=Capacity(millicores=1000, gpus=1))
-    assert matching.explain(here, need) == "needs 1 gpu: no peer of 4 has that"
+    assert matching.explain(here, need) == "needs 1 GPU, but none of the 4 peers has one"
     need = Needs(capacity=Capacity(millicores=1000), arch="arm64", labels=("ssd",))
     assert "arch arm64 and label ssd" in str(matching.explain(here, need))
     assert matching.explain(here, Needs(capacity=Capacity(millicores=2000))) is None
@@ -312,7 +312,7 @@ def test_never_more_than_there_is() -> None:
     peer = admission()
     grant = peer.reserve(HOME, room(count=9), 0.0)
     assert len(grant.leases) == 4
-    assert "no room for more" in grant.refusal
+    assert "no capacity for more" in grant.refusal
     assert "busy" in peer.reserve(b"x" * 20, room(), 0.0).refusal
     assert not peer.reserve(b"x" * 20, room(), 0.0).leases
     peer.sanity_check()
@@ -575,7 +575,7 @@ def test_unmet_needs_are_told_and_met_when_a_peer_comes() -> None:
         found.probe.add([unit(1, needs=need)])
         await asyncio.sleep(3)
         reason = found.probe.waiting_for(unit(1).key)
-        assert reason == "needs 1 gpu: no peer of 4 has that"
+        assert reason == "needs 1 GPU, but none of the 4 peers has one"
         more = SimPeer(found.peers[0].network, 9, capacity=Capacity(millicores=1000, gpus=1))
         found.peers.append(more)
         found.doors[more.contact.id] = Site(more)

@@ -763,7 +763,10 @@ def test_a_waiting_unit_says_for_what() -> None:
         huge = Unit(AttemptKey("w", "huge", 1), Needs(Capacity(gpus=4)))
         peers[0].tickets.add([huge])
         await asyncio.sleep(1.0)
-        assert peers[0].tickets.waiting_for(huge.key) == "needs 4 gpus: no peer of 3 has that"
+        assert (
+            peers[0].tickets.waiting_for(huge.key)
+            == "needs 4 GPUs, but none of the 3 peers has that"
+        )
         for one in peers:
             await one.close()
 

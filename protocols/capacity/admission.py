@@ -139,7 +139,7 @@ class Admission:
             return Grant(refusal=self.closed)
         missing = unmet(self.capacity, self.traits, room.needs)
         if missing:
-            return Grant(refusal="has no " + ", ".join(missing))
+            return Grant(refusal="does not have " + " and ".join(missing))
         self.expire(now)
         if room.gang is not None:
             return self._reserve_gang(home, room, room.gang, now)
@@ -173,7 +173,7 @@ class Admission:
 
     def _busy(self, granted: int) -> str:
         """In words: why not more."""
-        why = "no room for more" if granted else "busy"
+        why = "no capacity for more" if granted else "busy"
         return f"{why}: {len(self._running)} running, {len(self._queue)} queued"
 
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
@@ -327,7 +327,7 @@ class Admission:
             self._disband_robbed(home, lease_id)
             return "the lease has expired"
         if unit in self._running or unit in self._queued:
-            return "it is here already"
+            return "this peer has that unit already"
         del self._leases[lease_id]
         self._count_lease(lease, -1)
         if owner is not None:

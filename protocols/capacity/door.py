@@ -34,7 +34,7 @@ from ..wire.messages import (
 from ..wire.rpc import Rpc
 from .admission import Admission
 
-OVERDUE = "it waited longer in this peer's queue than was promised"
+OVERDUE = "the unit waited longer in this peer's queue than was promised"
 
 #: called with a home's message after `Admission` has dealt with it
 Look = Callable[[Contact, Reserve | ReturnLeases], None]

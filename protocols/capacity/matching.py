@@ -8,6 +8,8 @@ from valence.workflow.quantities import show_bytes
 
 from ..wire.messages import Capacity, Member, Needs, Traits
 
+ONE_GPU = "1 GPU"
+
 
 def plus(a: Capacity, b: Capacity, times: int = 1) -> Capacity:
     return Capacity(
@@ -34,13 +36,14 @@ def unmet(capacity: Capacity, traits: Traits, needs: Needs) -> list[str]:
 
 def _too_small(capacity: Capacity, need: Capacity) -> Iterator[str]:
     if need.millicores > capacity.millicores:
-        yield f"{need.millicores / 1000:g} cpus"
+        cores = need.millicores / 1000
+        yield f"{cores:g} CPU{'s' * (cores != 1)}"
     if need.memory_bytes > capacity.memory_bytes:
         yield f"{show_bytes(need.memory_bytes)} of memory"
     if need.disk_bytes > capacity.disk_bytes:
         yield f"{show_bytes(need.disk_bytes)} of disk"
     if need.gpus > capacity.gpus:
-        yield f"{need.gpus} gpu{'s' * (need.gpus > 1)}"
+        yield f"{need.gpus} GPU{'s' * (need.gpus > 1)}"
 
 
 def _missing(traits: Traits, needs: Needs) -> Iterator[str]:
@@ -65,11 +68,16 @@ def explain(members: Iterable[Member], needs: Needs) -> str | None:
         total += 1
         for need in missing:
             counts[need] = counts.get(need, 0) + 1
-    if not total:
-        return "no peer is here"
+    return _nobody_has(counts, total) if total else "no peer is here"
+
+
+def _nobody_has(counts: dict[str, int], total: int) -> str:
+    """`counts`: how many of the peers lack each need; none has all of them."""
     hopeless = [need for need, count in counts.items() if count == total]
+    listed = " and ".join(hopeless or counts)
+    if total == 1:
+        return f"needs {listed}, which the only peer does not have"
+    lacking = "all of these"
     if hopeless:
-        listed = " and ".join(hopeless)
-        one = len(hopeless) == 1
-        return f"needs {listed}: no peer of {total} has {'that' if one else 'those'}"
-    return f"needs {', '.join(counts)}: no peer of {total} has all of these together"
+        lacking = "one" if hopeless == [ONE_GPU] else "that" if len(hopeless) == 1 else "those"
+    return f"needs {listed}, but none of the {total} peers has {lacking}"
