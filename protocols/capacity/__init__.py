@@ -1,1 +1,1 @@
-"""One peer's capacity: who gets it, in which turn, and what fits."""
+"""One peer's capacity: admission, fair shares, and the match with a unit's needs."""

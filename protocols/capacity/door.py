@@ -181,7 +181,7 @@ class Door:
         for changed in self.on_room:
             changed()
 
-    # ----------------------------------------------------------------- what changes by itself
+    # ----------------------------------------------------------------- members and time
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         ended = new.state >= State.DEAD or (old is not None and old.boot != new.boot)

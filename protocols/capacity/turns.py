@@ -22,7 +22,9 @@ class Turns:
     def __init__(self, patience_s: float, answer_s: float) -> None:
         self._patience_s = patience_s  # how long a refused owner is expected to ask again
         self._answer_s = answer_s  # and once its home was told of free capacity
-        self._wanting: dict[str, tuple[float, Capacity]] = {}  # until when, and what
+        self._wanting: dict[
+            str, tuple[float, Capacity]
+        ] = {}  # refused owners: until when, and their needs
         self._held: Counter[str] = Counter()  # millicores
 
     def count(self, owner: str | None, millicores: int) -> None:

@@ -1,1 +1,1 @@
-"""A workflow's journal on several peers: its keepers agree on every entry, and on who writes it."""
+"""A workflow's journal, replicated on several peers: they agree on all entries and the writer."""

@@ -231,7 +231,7 @@ class Replica:
         self.count += 1
 
     def note(self, entry: Entry) -> None:
-        """What an entry says about the journal itself."""
+        """Remembers what an entry says about the journal itself."""
         if entry.kind in CONFIGS:
             self.configs.append((entry.seq, keepers_in(entry.body)))
             if entry.kind == "forced":

@@ -1,1 +1,1 @@
-"""Files: what a peer holds, how it is cut into chunks, and how chunks travel."""
+"""Files: the blobs of a peer, their chunks, and transfers between peers."""

@@ -90,7 +90,7 @@ class Cache:
     def used(self, digest: bytes) -> None:
         self._sizes.move_to_end(digest)
 
-    # ----------------------------------------------------------------- what is here
+    # ----------------------------------------------------------------- blobs
 
     def add(self, digest: bytes, size: int, hold: str, room: Reservation | None = None) -> bool:
         """The blob is on the disk. False if it was there before; then `room` is left as it was."""
