@@ -72,7 +72,7 @@ def test_claims_meet_tickets(cluster) -> None:
         "matched with this peer's free capacity" in one["placement"]["why"] for one in placed
     )
     assert len({one["peer"] for one in placed}) > 3
-    with pytest.raises(Problem, match="strategy is one of auto, probe, tickets"):
+    with pytest.raises(Problem, match="expected one of auto, probe, tickets"):
         cluster.client().submit({"name": "t", "tasks": tasks}, strategy="astrology")
 
 
@@ -424,7 +424,7 @@ def test_why_shows_who_was_asked_and_who_was_chosen(cluster) -> None:
     assert "offered" in cluster.cli("why", workflow.id, "a[0]").stdout
     alone = submit(cluster, {"a": {"command": ["true"]}})
     alone.wait()
-    assert "where it was submitted" in cluster.cli("why", alone.id, "a").stdout
+    assert "the peer it was submitted to" in cluster.cli("why", alone.id, "a").stdout
 
 
 # --------------------------------------------------------------------------- the door

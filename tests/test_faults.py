@@ -88,7 +88,7 @@ def test_the_home_is_killed_and_goes_on_where_it_was(own_cluster) -> None:
     wait_for(lambda: any(p["id"] == home["id"] and p["state"] == "up" for p in other.peers()))
     again = cluster.cli("up", "--peers", "5", "--detach")
     assert again.returncode == 1
-    assert "`valence down` stops it" in again.stderr
+    assert "stop it with `valence down`" in again.stderr
     check(other.workflow(workflow.id), cluster)
 
 
@@ -210,7 +210,7 @@ def test_ctrl_c_on_up_stops_everything(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert [line for line in err.splitlines() if "tasks run as root" not in line] == []
+    assert [line for line in err.splitlines() if "tasks will run as root" not in line] == []
     text = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in text
 
