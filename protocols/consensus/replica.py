@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..wire.entries import EntryError, HomeForced, Submitted, keepers_in, read_as
+from ..wire.entries import EntryError, HomeForced, keepers_in, parts_in, read_as
 from ..wire.messages import Candidacy, Entry, Slice
 
 TAG_BITS = 32
@@ -98,14 +98,6 @@ def _committed(entry: Entry) -> int:
         return read_as(HomeForced, entry.body).committed
     except EntryError:
         return 0
-
-
-def _parts(entry: Entry) -> int:
-    """How many entries a submission takes: this one, and those with the rest of its document."""
-    try:
-        return read_as(Submitted, entry.body).parts
-    except EntryError:
-        return 1
 
 
 def _cut_rows(rows: Any, seq: int) -> None:
@@ -239,7 +231,7 @@ class Replica:
         elif entry.kind == "ended":
             self.ended_at_count = entry.seq + 1
         elif entry.kind == "submitted":
-            self.whole_at_count = entry.seq + _parts(entry)
+            self.whole_at_count = entry.seq + parts_in(entry.body)
         if entry.kind not in PARTS and self.broken_at is None and entry.seq < self.whole_at_count:
             self.broken_at = entry.seq  # the rest will never come
 

@@ -46,7 +46,7 @@ from .gangs import Company
 from .journal import About, Journal
 from .losses import Losses
 from .outstanding import Outstanding
-from .performer import Decided, Performer
+from .performer import Deciding, Performer
 from .placements import Placements
 from .reception import Reception
 from .replication import Replication
@@ -157,7 +157,7 @@ class Home:
         name = run.workflow.strategy
         return self._strategies["probe" if name == "auto" else name]
 
-    def deciding(self, run: Run) -> Decided:
+    def deciding(self, run: Run) -> Deciding:
         """`with` this, decide; the effects are performed at its end."""
         return self._performer.deciding(run)
 

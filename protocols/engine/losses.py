@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ..membership.members import Members, State
 from ..wire.messages import AttemptKey, Member
 from .outstanding import Outstanding
-from .performer import Deciding
+from .performer import Decide
 from .runs import Runs
 
 YOUNG_S = 60.0
@@ -28,7 +28,7 @@ class Losses:
         runs: Runs,
         outstanding: Outstanding,
         members: Members,
-        deciding: Deciding,
+        deciding: Decide,
         clock: Callable[[], float],
         is_closed: Callable[[], bool],
     ) -> None:

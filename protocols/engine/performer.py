@@ -9,10 +9,9 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,26 @@ from .run import Run
 from .runs import Runs
 from .targets import Targets
 
-#: for a `with` statement: the decision, whose effects are performed at the end
-Decided = contextlib.AbstractContextManager[Decision]
-Deciding = Callable[[Run], Decided]
+
+class Deciding:
+    """For a `with` statement: the decision, whose effects are performed at the end; also after an
+    error, as the run has been changed by then."""
+
+    __slots__ = ("_decision", "_performer", "_run")
+
+    def __init__(self, performer: Performer, run: Run, decision: Decision) -> None:
+        self._performer = performer
+        self._run = run
+        self._decision = decision
+
+    def __enter__(self) -> Decision:
+        return self._decision
+
+    def __exit__(self, *error: object) -> None:
+        self._performer.perform(self._run, self._decision.effects)
+
+
+Decide = Callable[[Run], Deciding]
 
 
 class Performer:
@@ -66,17 +82,10 @@ class Performer:
         self._begin_delivery = deliver
         self._concluded = conclude
 
-    @contextlib.contextmanager
-    def deciding(self, run: Run) -> Iterator[Decision]:
-        """Performs at its end what is decided in here; also after an error, as the run has been
-        changed by then."""
+    def deciding(self, run: Run) -> Deciding:
         if not self._runs.is_active(run):
             raise Deposed(run.id)
-        decide = self._decision(run)
-        try:
-            yield decide
-        finally:
-            self._perform(run, decide.effects)
+        return Deciding(self, run, self._decision(run))
 
     def withdraw(self, run: Run, keys: Collection[AttemptKey]) -> None:
         self._strategy(run).withdraw(keys)
@@ -85,7 +94,7 @@ class Performer:
     def _decision(self, run: Run) -> Decision:
         return Decision(run, self._surroundings, self._journal.keeping.epoch(run.id))
 
-    def _perform(self, run: Run, wanted: list[effects.Effect]) -> None:
+    def perform(self, run: Run, wanted: list[effects.Effect]) -> None:
         for effect in wanted:
             if isinstance(effect, effects.Append):
                 then = None if effect.then is None else partial(self._committed, run, effect.then)
@@ -104,7 +113,7 @@ class Performer:
                 decide.inputs_count(event, self._runs.is_active(run))
             case CancelCounts():
                 decide.cancel_counts(event)
-        self._perform(run, decide.effects)
+        self.perform(run, decide.effects)
 
     # ----------------------------------------------------------------- one effect each
 

@@ -23,7 +23,7 @@ from .gangs import Company
 from .journal import Journal
 from .losses import Losses
 from .outstanding import Outstanding
-from .performer import Deciding
+from .performer import Decide
 from .run import FINAL, Run
 from .runs import Runs
 from .targets import Targets
@@ -46,7 +46,7 @@ class Placements:
         company: Company,
         targets: Targets,
         estimate: Estimate,
-        deciding: Deciding,
+        deciding: Decide,
         on_fenced: Callable[[Run], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:

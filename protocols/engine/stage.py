@@ -21,7 +21,7 @@ from ..ports import Blobs, StorageElements, StorageError
 from ..wire.entries import InputReason, InputsStaged
 from ..wire.messages import File
 from .delivery import shown
-from .performer import Deciding
+from .performer import Decide
 from .replication import Replication, Staged
 from .run import Bringing, Run
 from .runs import Runs
@@ -54,7 +54,7 @@ class Inputs:
         storage: StorageElements | None,
         replication: Replication,
         rng: random.Random,
-        deciding: Deciding,
+        deciding: Decide,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._runs = runs

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from .messages import Hash, Natural, Outcome, PeerId
 
 KEEPERS_MAX = 9
+KEEPERS_CACHED_MAX = 1000
 Keepers = Annotated[tuple[PeerId, ...], Field(max_length=KEEPERS_MAX)]
 #: the state of a journal with only a part of its submission, which was never acknowledged
 VOID = "void"
@@ -312,9 +313,19 @@ def _checked(cls: type[Journaled]) -> type[BaseModel]:
     return create_model(cls.__name__, __config__=config, **typed)
 
 
+@functools.lru_cache(KEEPERS_CACHED_MAX)  # a peer's workflows mostly have the same ones
 def keepers_in(body: bytes | None) -> tuple[bytes, ...]:
     """The keepers that an entry names; none if it is of another kind."""
     try:
         return read_as(KeepersChosen, body or b"").keepers
     except EntryError:
         return ()
+
+
+def parts_in(body: bytes) -> int:
+    """How many entries a submission takes, without reading its document."""
+    try:
+        parts = msgpack.unpackb(body, strict_map_key=False)["parts"]
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+        return 1
+    return parts if type(parts) is int and parts > 0 else 1
