@@ -145,11 +145,13 @@ class Ledger:
         return self.stories[workflow, era]
 
     def lines(self, workflow: str) -> list[_Story]:
-        """A workflow's lines, the one that prevails first: see `protocols.consensus.lines`."""
+        """A workflow's lines, the one that prevails first: see `protocols.consensus.lines`. (A void
+        one never does: what is acknowledged later is of a line with the whole submission.)"""
         lines = [(era, story) for (name, era), story in self.stories.items() if name == workflow]
-        ended = [story for era, story in sorted(lines, key=lambda row: row[0]) if story.ended]
-        others = [story for era, story in sorted(lines, key=lambda row: -row[0]) if not story.ended]
-        return [*ended, *others]
+        rising = [story for _, story in sorted(lines, key=lambda row: row[0])]
+        ended = [story for story in rising if story.ended and story.ended != VOID]
+        running = [story for story in reversed(rising) if not story.ended]
+        return [*ended, *running, *(story for story in rising if story.ended == VOID)]
 
     def over(self, workflow: str) -> bool:
         names = [(n, s) for (n, _), s in self.stories.items()]

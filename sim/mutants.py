@@ -434,7 +434,6 @@ def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
 @where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def keys_are_answered_for_before_they_count() -> list[Patch]:
     async def rash(self: Any, run: Any, arguments: Any) -> Any:
-        await self._home.created(run.id)
         submission = self._home.journal.document(run.id)
         if submission is None:
             raise ApiError(503, "changing its home")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,14 @@ def simulate(*arguments: str, timeout: float = 240) -> subprocess.CompletedProce
         timeout=timeout,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 60.0
+    while not condition():
+        assert loop.time() < end
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.long
@@ -335,6 +344,50 @@ def test_a_lost_majority_is_not_waited_for_for_ever() -> None:
     one = simulate("--seed", "2", "--faults", "perish", "--majority-lost", "20")
     assert "dies for good" in one.stdout
     assert "forced" in one.stdout
+
+
+@pytest.mark.parametrize("mutant", ["", "keys-are-answered-for-before-they-count"])
+def test_a_key_is_answered_for_only_when_its_submission_is_committed(mutant: str) -> None:
+    """The accepting peer has the submission on its own disk alone, and another peer is asked with the
+    same key: an answer would be an acknowledgement of what may be lost with that disk. (Broken, the
+    rule is seen to be: it takes more luck than a thousand random worlds have.)"""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=5, faults=()))
+        hosts = [world.add_host() for _ in range(5)]
+        await until(lambda: all(host.peer.members.count == 5 for host in hosts))
+        home, others = hosts[0], hosts[1:]
+        text = json.dumps({"name": "w", "tasks": {"t": {"command": ["work", "1"]}}}).encode()
+        options = {"idempotency": "k"}
+        links = world.network.cut_links
+        create = home.enactment.keeping.create
+
+        def cut_off(*arguments: Any) -> Any:
+            links.update((home.id, other.id) for other in others)
+            return create(*arguments)
+
+        home.enactment.keeping.create = cut_off  # type: ignore[method-assign]
+        accepting = asyncio.ensure_future(
+            home.do(home.enactment.gateway.submit(text, dict(options), "ada", False), 20.0)
+        )
+        replicas = home.enactment.keeping.replicas
+        await until(lambda: replicas)
+        [(workflow, replica)] = replicas.items()
+        asker = next(other for other in others if other.id not in replica.keepers)
+        links.discard((home.id, asker.id))
+        submitted = asker.enactment.gateway.submit(text, dict(options), "ada", False)
+        try:
+            answer = await asker.do(submitted, 8.0)
+        except ApiError as problem:
+            assert problem.status == 503
+            answer = None
+        assert not accepting.done(), "and the first one was not told either"
+        assert (answer is None) is not bool(mutant)
+        links.clear()
+        assert await accepting == (workflow, True)
+
+    with applied(mutant):
+        run_out(scenario())
 
 
 def test_mutants_leave_nothing_behind() -> None:

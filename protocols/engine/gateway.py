@@ -30,6 +30,7 @@ from ..wire.messages import (
     Answer,
     Ask,
     Capacity,
+    Contact,
     Describe,
     Described,
     ListedWorkflows,
@@ -118,7 +119,7 @@ class Gateway:
                 silent, count = await self._locate.silent(workflow_id)
                 late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # is this peer slow?
                 if not asked.done() and not late and count - len(silent) < majority(count):
-                    raise _blocked(workflow_id, standstill(silent, count, "do not answer"))
+                    raise _silence(workflow_id, silent, count)
             return await asked
         finally:
             asked.cancel()
@@ -326,6 +327,13 @@ def _never_accepted(workflow_id: str, question: str) -> ApiError:
         return ApiError(VOID_STATUS, f"workflow {workflow_id} was never accepted: submit it again")
     # another workflow of its name may have been accepted by peers that do not answer now
     return ApiError(503, f"no peer that answers has accepted workflow {workflow_id}")
+
+
+def _silence(workflow_id: str, silent: list[Contact], count: int) -> ApiError:
+    if count:
+        return _blocked(workflow_id, standstill(silent, count, "do not answer"))
+    unknown = f"no other peer answers, so nobody can say whether workflow {workflow_id} exists"
+    return ApiError(503, f"{unknown}; it goes on when one of them is back", lasting=True)
 
 
 def _blocked(workflow_id: str, why: str) -> ApiError:
