@@ -422,6 +422,12 @@ def a_namesake_tells_who_is_out() -> list[Patch]:
 
 
 @mutant
+@where(majority_lost_s=10.0)
+def an_end_that_may_be_agreed_on_makes_way() -> list[Patch]:
+    return [(Replica, "may_be_over", False)]
+
+
+@mutant
 @where(majority_lost_s=10.0, slice_bytes=1)
 def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
     def rash(self: Any, workflow: str, copy: Any) -> bool:

@@ -318,7 +318,9 @@ class Elections:
             if replica is None:
                 continue
             # (a keeper that promised a home without a majority has no vote here, see `lines`)
-            valid = [v for v in votes.get(workflow, []) if forced(v.epoch) <= forced(epoch)]
+            cast = votes.get(workflow, [])
+            valid = [vote for vote in cast if forced(vote.epoch) <= forced(epoch)]
+            replica.outrun = len(cast) - len(valid) >= majority(len(replica.keepers))
             self._note_epochs(workflow, valid)
             if any(vote.outsider for vote in valid):
                 keeping.drop(workflow)

@@ -751,7 +751,7 @@ def _refuses(replica: Replica, piece: Slice) -> str:
     if piece.epoch < replica.promised:
         return "epoch"
     later = forced(piece.epoch) > forced(replica.last_epoch)
-    if replica.over and later and not replica.shows_end(piece):
+    if (replica.over or replica.may_be_over) and later and not replica.shows_end(piece):
         # an end that was agreed on holds against a home that went on without a majority
         return "gap" if piece.before else "exists"
     return ""

@@ -9,6 +9,9 @@ Rules:
 - A line that has come to its agreed end holds against one that has not. If both have, the line of
   the lower era holds: a majority agreed to its end, and its users were told first. If neither has,
   the line of the higher era holds. So both sides choose the same one of any two lines.
+- A copy with an end that may be agreed on, as far as it knows, makes way for no line of a later
+  era. It stands for home: either a majority of its keepers has that end, or has gone to a later era
+  without it, or is lost to this line, too.
 - The copies of the other line are given up. If it is the line of the higher era, the promises made
   in that era are given up too, or the line that holds could never have this peer among its keepers
   again. The peer then falls back to the promise that it had made when it left the lower era, and
@@ -132,6 +135,8 @@ class Lines:
     def _give_up(self, copy: Replica, era: int, other: int, epoch: int) -> None:
         """In favour of the line of the era `other`; `epoch`: the highest one promised in it."""
         keeping = self._keeping
+        if other > era and copy.may_be_over:
+            return
         keeping.counts["lines_given_up"] += 1
         keeping.replicas[copy.workflow] = copy
         copy.home = b""

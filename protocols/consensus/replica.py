@@ -136,6 +136,9 @@ class Replica:
     broken_at: int | None = None  # an entry of another home that came in before that
     #: births of journals of this name whose submission broke off, by agreement, and that made way
     voided: frozenset[int] = frozenset()
+    #: a majority of its keepers is in a later era. None of those has an end that is here: with it,
+    #: they would have made way for no such era
+    outrun: bool = False
 
     @property
     def keepers(self) -> tuple[bytes, ...]:
@@ -167,6 +170,12 @@ class Replica:
     @property
     def over(self) -> bool:
         return 0 < self.ended_at_count <= self.committed
+
+    @property
+    def may_be_over(self) -> bool:
+        """A majority may have its end, and users may have been told of it, without this copy
+        knowing. Until its keepers have found out, it makes way for no line of a later era."""
+        return self.committed < self.ended_at_count and self.whole and not self.outrun
 
     @property
     def whole(self) -> bool:
