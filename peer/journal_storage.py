@@ -114,7 +114,12 @@ class SqliteJournalStorage:
         return self._database.begin(self._statements(write), patient)
 
     def _statements(self, write: Write) -> list[Statement]:
-        statements = [*self._removals(write), *self._promise(write), *self._additions(write)]
+        removes = write.forget or write.voided or write.cut_at is not None
+        promises = write.back_to is not None or self._promised.get(write.workflow) != write.promised
+        if removes or promises:
+            statements = [*self._removals(write), *self._promise(write), *self._additions(write)]
+        else:  # as nearly always
+            statements = self._additions(write)
         if write.over:
             statements.append(self._over(write.workflow))
         return statements

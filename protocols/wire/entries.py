@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, NotRequired, TypeVar, get_type_hints
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from .messages import Hash, Natural, Outcome, PeerId
 
@@ -291,8 +292,8 @@ def read_as(cls: type[J], body: bytes) -> J:
     """Read and check: the disk may be corrupt, or the writer a peer of another version."""
     try:
         by_name = msgpack.unpackb(body, use_list=False, strict_map_key=False)
-        checked = _checked(cls).model_validate(by_name)  # type: ignore[arg-type]
-        return cls(**dict(checked))
+        checked = _checked(cls).validate_python(by_name)  # type: ignore[arg-type]
+        return cls(**checked)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -302,15 +303,18 @@ def read_as(cls: type[J], body: bytes) -> J:
 
 
 @functools.cache
-def _checked(cls: type[Journaled]) -> type[BaseModel]:
-    """A model of the same fields, which checks them. (Entries made here are not checked by it.)"""
+def _checked(cls: type[Journaled]) -> TypeAdapter[dict[str, Any]]:
+    """Checks the same fields. (Entries made here are not checked by it.)"""
     hints = get_type_hints(cls, include_extras=True)
     typed: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is MISSING else field.default)
+        field.name: hints[field.name]
+        if field.default is MISSING
+        else NotRequired[hints[field.name]]
         for field in fields(cls)  # type: ignore[arg-type]
     }
-    config = ConfigDict(strict=True, extra="ignore")
-    return create_model(cls.__name__, __config__=config, **typed)
+    checks = TypedDict(cls.__name__, typed)  # type: ignore[misc]
+    checks.__pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[attr-defined]
+    return TypeAdapter(checks)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(KEEPERS_CACHED_MAX)  # a peer's workflows mostly have the same ones
