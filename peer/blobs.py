@@ -1,12 +1,13 @@
-"""Files by the hash of their content, on this peer's disk, within a quota.
+"""Stores files by the hash of their content, on this peer's disk, within a quota.
 
 Rules:
-- A blob appears whole or not at all: written beside, synced, then renamed to its name.
-- What comes from outside is hashed while it is written, and kept only if the hash is right.
-- What a blob is held for is on the disk as a second name of it, `<hash>.<workflow>`, made before it
-  gets its own: so that is known again after a restart. `protocols.data.cache` says what may go.
-- The quota counts what is being written too: a write that would not fit is refused before it
-  begins, after those who might let go of something were asked (`on_pressure`).
+- A blob appears whole or not at all: it is written beside its place, synced, then renamed.
+- Data from outside is hashed while it is written, and kept only if the hash is right.
+- The workflows that need a blob are known again after a restart: each is a second name of the file,
+  `<hash>.<workflow>`, made before the blob gets its own name. `protocols.data.cache` decides which
+  blobs may be evicted.
+- The quota also counts files that are being written. A write that would not fit is refused before
+  it begins, after other parts were asked to release files (`on_pressure`).
 """
 
 from __future__ import annotations
@@ -52,19 +53,21 @@ __all__ = [
 ]
 
 CHUNK_BYTES = CHUNK_BYTES_MIN
-#: a hold is a part of a file's name; what can't be one counts as the user's own
+#: a hold is a part of a file's name; one that can't be counts as the user's own
 _HOLD = re.compile(r"[A-Za-z0-9_-]{1,100}")
-ROOM_S = 15.0  # how long something waits for others to let go
-SHEETS_BYTES_MAX = 8 << 20
+ROOM_S = 15.0  # how long a write waits for others to release files
+MANIFESTS_BYTES_MAX = 8 << 20
 
 
 class DiskBlobs:
+    """The blobs of one peer: files in a directory, and the `Cache` that accounts for them."""
+
     def __init__(self, directory: Path, quota_bytes: int, blob_bytes_max: int) -> None:
         self.cache = Cache(quota_bytes, blob_bytes_max)
         self.cache.on_evict = self._evicted
-        self.on_gone: Callable[[bytes], None] = lambda hash: None
-        #: ask whoever may know of something that is not wanted any more
-        self.on_pressure: Callable[[], Awaitable[None]] = _nobody
+        self.on_gone: Callable[[bytes], None] = lambda digest: None
+        #: asks other parts to release files that are no longer needed
+        self.on_pressure: Callable[[], Awaitable[None]] = _release_nothing
         self.room_s = ROOM_S
         self.directory = directory
         self._freed = asyncio.Event()
@@ -74,28 +77,28 @@ class DiskBlobs:
         self._making: dict[bytes, asyncio.Future[ChunkManifest]] = {}
         self._root = directory / "blobs"
         self._parts = directory / "parts"
-        shutil.rmtree(self._parts, ignore_errors=True)  # what a crash left half-written
+        shutil.rmtree(self._parts, ignore_errors=True)  # files that a crash left half-written
         self._parts.mkdir(mode=0o700, parents=True)
         self._root.mkdir(mode=0o700, exist_ok=True)
-        for hash, size, holds in self._scan():
+        for digest, size, holds in self._scan():
             for hold in holds or [""]:
-                self.cache.add(hash, size, hold)
+                self.cache.add(digest, size, hold)
 
     def _scan(self) -> Iterator[tuple[bytes, int, list[str]]]:
-        """The most recently used last, as far as their times tell."""
-        found: dict[bytes, tuple[float, int, list[str]]] = {}
+        """All blobs on disk; the most recently used come last, as far as their times tell."""
+        rows: dict[bytes, tuple[float, int, list[str]]] = {}
         for path in (path for directory in self._root.iterdir() for path in directory.iterdir()):
             with contextlib.suppress(ValueError):
-                hash = bytes.fromhex(path.name[:64])
+                digest = bytes.fromhex(path.name[:64])
                 status = path.stat()
-                row = found.setdefault(hash, (status.st_mtime, status.st_size, []))
+                row = rows.setdefault(digest, (status.st_mtime, status.st_size, []))
                 if len(path.name) > 64:
                     row[2].append(path.name[65:])
-        for hash, (_, size, holds) in sorted(found.items(), key=lambda row: row[1][0]):
-            place = self._place(hash)
-            if not place.exists():  # a crash between two names: this one is whole, too
-                os.link(self._place(hash, holds[0]), place)
-            yield hash, size, holds
+        for digest, (_, size, holds) in sorted(rows.items(), key=lambda row: row[1][0]):
+            place = self._place(digest)
+            if not place.exists():  # after a crash between the two names; the file is whole
+                os.link(self._place(digest, holds[0]), place)
+            yield digest, size, holds
 
     @property
     def quota_bytes(self) -> int:
@@ -109,140 +112,140 @@ class DiskBlobs:
     def used_bytes(self) -> int:
         return self.cache.used_bytes
 
-    def __contains__(self, hash: bytes) -> bool:
-        return hash in self.cache
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.cache
 
     def __len__(self) -> int:
         return len(self.cache)
 
-    def size(self, hash: bytes) -> int | None:
-        return self.cache.size(hash)
+    def size(self, digest: bytes) -> int | None:
+        return self.cache.size(digest)
 
-    def path(self, hash: bytes) -> Path:
-        self.cache.used(hash)
-        return self._place(hash)
+    def path(self, digest: bytes) -> Path:
+        self.cache.used(digest)
+        return self._place(digest)
 
-    def _place(self, hash: bytes, hold: str = "") -> Path:
-        name = hash.hex()
+    def _place(self, digest: bytes, hold: str = "") -> Path:
+        name = digest.hex()
         return self._root / name[:2] / (f"{name}.{hold}" if hold else name)
 
     def pinned(self, hashes: Iterable[bytes]) -> contextlib.AbstractContextManager[None]:
         return self.cache.pinned(hashes)
 
-    # ----------------------------------------------------------------- what it is held for
+    # ----------------------------------------------------------------- retention
 
-    def hold(self, hash: bytes, hold: str) -> bool:
-        """It is here, and is wanted for this workflow from now on. False: it is not here."""
+    def hold(self, digest: bytes, hold: str) -> bool:
+        """Keep a blob for this workflow from now on. False: it is not on this peer."""
         hold = _named(hold)
-        if hash not in self.cache:
+        if digest not in self.cache:
             return False
-        if hold not in self.cache.holds(hash):
+        if hold not in self.cache.holds(digest):
             with contextlib.suppress(FileExistsError):
-                os.link(self._place(hash), self._place(hash, hold))
-            self.cache.add(hash, self.cache.size(hash) or 0, hold)
+                os.link(self._place(digest), self._place(digest, hold))
+            self.cache.add(digest, self.cache.size(digest) or 0, hold)
         return True
 
-    def delete(self, hash: bytes, hold: str | None) -> bool:
-        """An upload of that owner (None: of any), by its owner. False: there is none here."""
-        found = [h for h in self.cache.holds(hash) if is_own(h) and hold in (None, h)]
-        for one in found:
-            self.release(one, [hash])
-        if found and not self.cache.holds(hash) and not self.cache.is_pinned(hash):
-            self.drop(hash)
-        return bool(found)
+    def delete(self, digest: bytes, hold: str | None) -> bool:
+        """Delete an upload of this owner (None: of any owner). False: there is none."""
+        uploads = [h for h in self.cache.holds(digest) if is_own(h) and hold in (None, h)]
+        for upload in uploads:
+            self.release(upload, [digest])
+        if uploads and not self.cache.holds(digest) and not self.cache.is_pinned(digest):
+            self.drop(digest)
+        return bool(uploads)
 
     def release(self, hold: str, hashes: Iterable[bytes]) -> None:
-        """That workflow does not want them any more."""
+        """This workflow no longer needs these blobs."""
         hold = _named(hold)
-        for hash in hashes:
-            if hold in self.cache.holds(hash):
-                self.cache.release(hash, hold)
-                self._place(hash, hold).unlink(missing_ok=True)
+        for digest in hashes:
+            if hold in self.cache.holds(digest):
+                self.cache.release(digest, hold)
+                self._place(digest, hold).unlink(missing_ok=True)
                 self._freed.set()
 
-    # ----------------------------------------------------------------- room
+    # ----------------------------------------------------------------- disk space
 
     @contextlib.asynccontextmanager
     async def make_room(self, size: int) -> AsyncIterator[Reservation]:
-        """Held while something is being written; others are asked first what they can let go of,
-        and given a while for it.
+        """Disk space, reserved while a file is being written. If there is too little, other parts
+        are asked to release files, and get some time for it.
 
-        One at a time waits, so that two never hold half of what each of them needs."""
-        held = Reservation()
-        most = self.quota_bytes - self.cache.own_bytes()
-        if size > most:
+        Only one write waits at a time, so that two never hold half of what each of them needs."""
+        reserved = Reservation()
+        limit = self.quota_bytes - self.cache.own_bytes()
+        if size > limit:
             raise NeverFits(
-                f"{size:,} bytes do not fit: of the disk quota of {self.quota_bytes:,} not more "
-                f"than {max(0, most):,} can come free"
+                f"{size:,} bytes do not fit: at most {max(0, limit):,} bytes of this peer's disk "
+                f"quota of {self.quota_bytes:,} can be freed"
             )
         try:
             try:
                 if self._turn.locked() and size:
                     raise QuotaFull
-                self.cache.take(size, held)
+                self.cache.take(size, reserved)
             except QuotaFull:
-                await self._wait_for(size, held)
-            yield held
+                await self._wait_for(size, reserved)
+            yield reserved
         finally:
-            self.cache.give_back(held)
+            self.cache.give_back(reserved)
             self._freed.set()
 
-    async def _wait_for(self, size: int, held: Reservation) -> None:
+    async def _wait_for(self, size: int, reserved: Reservation) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self.room_s
         try:
             async with asyncio.timeout_at(end):
                 await self._turn.acquire()
         except TimeoutError:
-            self.cache.take(size, held)
+            self.cache.take(size, reserved)
             return
         try:
             while True:
                 self._freed.clear()
                 with contextlib.suppress(QuotaFull):
-                    self.cache.take(size, held)
+                    self.cache.take(size, reserved)
                     return
                 await self.on_pressure()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(1.0, max(0.0, end - loop.time()))):
                         await self._freed.wait()
                 if loop.time() >= end:
-                    self.cache.take(size, held)
+                    self.cache.take(size, reserved)
                     return
         finally:
             self._turn.release()
 
     def widen(self, room: Reservation, size: int) -> None:
-        """What comes turns out larger than announced."""
+        """Reserve more, as the data turns out larger than announced."""
         self.cache.check(size)
         if size > room.size:
             self.cache.take(size - room.size, room)
 
-    def _evicted(self, hash: bytes) -> None:
-        self._place(hash).unlink(missing_ok=True)
-        self._forget_sheet(hash)
-        self.on_gone(hash)
+    def _evicted(self, digest: bytes) -> None:
+        self._place(digest).unlink(missing_ok=True)
+        self._forget_manifest(digest)
+        self.on_gone(digest)
 
-    def drop(self, hash: bytes) -> None:
-        if hash in self.cache:
-            self._place(hash).unlink(missing_ok=True)
-            for hold in self.cache.holds(hash):
-                self._place(hash, hold).unlink(missing_ok=True)
-            self.cache.remove(hash)
-            self._forget_sheet(hash)
+    def drop(self, digest: bytes) -> None:
+        if digest in self.cache:
+            self._place(digest).unlink(missing_ok=True)
+            for hold in self.cache.holds(digest):
+                self._place(digest, hold).unlink(missing_ok=True)
+            self.cache.remove(digest)
+            self._forget_manifest(digest)
             self._freed.set()
-            self.on_gone(hash)
+            self.on_gone(digest)
 
     def drop_older_than(self, at: float) -> int:
-        """Retention: what nobody touched since then."""
+        """Drop the blobs that were not used since this time, at the end of their retention."""
         old = []
-        for hash in list(self.cache):
+        for digest in list(self.cache):
             with contextlib.suppress(OSError):
-                touched_at = self._place(hash).stat().st_mtime
-                if not self.cache.is_pinned(hash) and touched_at < at:
-                    old.append(hash)
-        for hash in old:
-            self.drop(hash)
+                touched_at = self._place(digest).stat().st_mtime
+                if not self.cache.is_pinned(digest) and touched_at < at:
+                    old.append(digest)
+        for digest in old:
+            self.drop(digest)
         return len(old)
 
     # ----------------------------------------------------------------- in
@@ -251,23 +254,23 @@ class DiskBlobs:
         return self._parts / secrets.token_hex(12)
 
     async def put(self, data: bytes, hold: str = OWN) -> bytes:
-        """Small content that is in memory already."""
-        hash = hashlib.sha256(data).digest()
-        if hash in self.cache:
+        """Store small content that is in memory already."""
+        digest = hashlib.sha256(data).digest()
+        if digest in self.cache:
             if hold:
-                self.hold(hash, hold)
-            return hash
+                self.hold(digest, hold)
+            return digest
         part = self.new_part()
         async with self.make_room(len(data)) as room:
             try:
                 await asyncio.to_thread(_write, part, data)
                 await asyncio.to_thread(self._settle, part)
-                self._keep(part, hash, len(data), hold, room)
+                self._keep(part, digest, len(data), hold, room)
             except OSError as error:
-                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+                raise _not_written(error) from None
             finally:
                 part.unlink(missing_ok=True)
-        return hash
+        return digest
 
     async def make_up(self, name: str, size: int, hold: str) -> tuple[bytes, int]:
         part = self.new_part()
@@ -279,10 +282,12 @@ class DiskBlobs:
                 part.unlink(missing_ok=True)
 
     async def put_many(
-        self, found: list[tuple[bytes, bytes]], room: Reservation | None = None
+        self, contents: list[tuple[bytes, bytes]], room: Reservation | None = None
     ) -> None:
-        """Copies of small blobs, each with its hash, which was checked."""
-        rows = [(hash, data, self.new_part()) for hash, data in found if hash not in self.cache]
+        """Store small blobs from other peers, each with its hash, which was checked."""
+        rows = [
+            (digest, data, self.new_part()) for digest, data in contents if digest not in self.cache
+        ]
         if room is None:
             async with self.make_room(sum(len(data) for _, data, _ in rows)) as own:
                 await self._put_rows(rows, own)
@@ -292,10 +297,10 @@ class DiskBlobs:
     async def _put_rows(self, rows: list[tuple[bytes, bytes, Path]], room: Reservation) -> None:
         try:
             await asyncio.to_thread(self._settle_many, rows)
-            for hash, data, part in rows:
-                self._keep(part, hash, len(data), "", room)
+            for digest, data, part in rows:
+                self._keep(part, digest, len(data), "", room)
         except OSError as error:
-            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+            raise _not_written(error) from None
         finally:
             for _, _, part in rows:
                 part.unlink(missing_ok=True)
@@ -308,29 +313,30 @@ class DiskBlobs:
     async def receive(
         self, chunks: AsyncIterator[bytes], expected: bytes, announced: int | None, hold: str = OWN
     ) -> int:
-        """A stream from outside, whose hash must be right. Nothing is left of a bad one."""
+        """Store a stream from outside, whose hash must be right; a wrong one leaves nothing."""
         self.cache.check(announced or 0)
         size = 0
         part = self.new_part()
-        digest = hashlib.sha256()
+        hasher = hashlib.sha256()
         async with self.make_room(announced or 0) as room:
             try:
                 with part.open("wb") as file:
                     async for chunk in chunks:
                         self.widen(room, size + len(chunk))
                         size += len(chunk)
-                        digest.update(chunk)
+                        hasher.update(chunk)
                         await asyncio.to_thread(file.write, chunk)
-                if digest.digest() != expected:
+                if hasher.digest() != expected:
                     raise WrongHash(
-                        f"the content's hash is sha256:{digest.hexdigest()}, not what was named"
+                        f"wrong hash: the content that arrived is sha256:{hasher.hexdigest()}, "
+                        f"not sha256:{expected.hex()}"
                     )
                 await asyncio.to_thread(self._settle, part)
                 self._keep(part, expected, size, hold, room)
             except TimeoutError:
-                raise  # it did not come: not the disk's fault
+                raise  # the data did not arrive: not the disk's fault
             except OSError as error:
-                raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+                raise _not_written(error) from None
             finally:
                 part.unlink(missing_ok=True)
         return size
@@ -342,42 +348,41 @@ class DiskBlobs:
         hashed: bytes | None = None,
         room: Reservation | None = None,
     ) -> tuple[bytes, int]:
-        """A file on this disk becomes a blob; the file is gone afterwards."""
+        """Make a file on this disk a blob; the file is gone afterwards."""
         size = path.lstat().st_size
         if room is None:
             self.cache.check(size)
             async with self.make_room(size) as own:
                 return await self.adopt(path, hold, hashed, own)
-        mine = path
+        seized = path
         try:
-            if hashed is None:  # somebody else's, who may write to it to this day
-                mine = await asyncio.to_thread(self._seize, path)
-                size = mine.lstat().st_size
+            if hashed is None:  # a task's file, to which a process may still write
+                seized = await asyncio.to_thread(self._seize, path)
+                size = seized.lstat().st_size
             self.widen(room, size)
-            hash = await asyncio.to_thread(hash_file, mine) if hashed is None else hashed
-            await asyncio.to_thread(self._settle, mine)
-            self._keep(mine, hash, size, hold, room)
+            digest = await asyncio.to_thread(hash_file, seized) if hashed is None else hashed
+            await asyncio.to_thread(self._settle, seized)
+            self._keep(seized, digest, size, hold, room)
         except OSError as error:
-            raise BlobError(f"{path.name}: {error.strerror}") from None
+            raise BlobError(f"this peer can't store {path.name}: {_reason(error)}") from None
         finally:
-            if mine is not path:
-                mine.unlink(missing_ok=True)
-        return hash, size
+            if seized is not path:
+                seized.unlink(missing_ok=True)
+        return digest, size
 
     def _seize(self, path: Path) -> Path:
-        """So that nobody can change it any more: what it is hashed as it must stay. The file itself
-        if no process has it open for writing, which a lease on it proves; else a copy."""
+        """A file that nobody else can change, as its content must stay what was hashed: the file
+        itself if no process has it open for writing, which a lease on it proves; else a copy."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if os.fstat(fd).st_uid != os.geteuid():
-                os.fchown(fd, os.geteuid(), os.getegid())  # its maker runs as somebody else
-            os.fchmod(fd, 0o400)  # from here on nobody else can open it for writing
-            alone = os.fstat(fd).st_nlink == 1
-            if alone:
+                os.fchown(fd, os.geteuid(), os.getegid())  # the task ran as another user
+            os.fchmod(fd, 0o400)  # from here on no other user can open it for writing
+            if os.fstat(fd).st_nlink == 1:
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
                 return path
-        except (OSError, AttributeError):  # it is open somewhere, or leases are not to be had here
+        except (OSError, AttributeError):  # it is open somewhere, or this system has no leases
             pass
         finally:
             os.close(fd)
@@ -394,80 +399,80 @@ class DiskBlobs:
         fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fchmod(fd, 0o400)
-            os.utime(fd)  # its age here counts, not the one its maker gave it
+            os.utime(fd)  # retention counts from now, not from the time that the task has set
             os.fdatasync(fd)
         finally:
             os.close(fd)
 
-    def _keep(self, part: Path, hash: bytes, size: int, hold: str, room: Reservation) -> None:
-        """The file is whole and synced: to its place, and counted once, in one step."""
+    def _keep(self, part: Path, digest: bytes, size: int, hold: str, room: Reservation) -> None:
+        """Move a whole, synced file to its place and count it, in one step."""
         if hold:
             hold = _named(hold)
-        if hash in self.cache:  # it came another way meanwhile
+        if digest in self.cache:  # the same content arrived another way meanwhile
             if hold:
-                self.hold(hash, hold)
+                self.hold(digest, hold)
             part.unlink(missing_ok=True)
             return
-        place = self._place(hash)
+        place = self._place(digest)
         place.parent.mkdir(mode=0o700, exist_ok=True)
         if hold:
             with contextlib.suppress(FileExistsError):
-                os.link(part, self._place(hash, hold))
+                os.link(part, self._place(digest, hold))
         part.replace(place)
-        self.cache.add(hash, size, hold, room)
+        self.cache.add(digest, size, hold, room)
 
-    def touch(self, hash: bytes) -> None:
-        """It is wanted again: its retention begins anew."""
-        if hash in self.cache:
+    def touch(self, digest: bytes) -> None:
+        """The blob is needed again: its retention starts anew."""
+        if digest in self.cache:
             with contextlib.suppress(OSError):
-                os.utime(self.path(hash))
+                os.utime(self.path(digest))
 
     # ----------------------------------------------------------------- out
 
-    async def read(self, hash: bytes, offset: int, length: int) -> bytes:
-        return await asyncio.to_thread(_read, self.path(hash), offset, length)
+    async def read(self, digest: bytes, offset: int, length: int) -> bytes:
+        return await asyncio.to_thread(_read, self.path(digest), offset, length)
 
     async def read_many(self, hashes: list[bytes]) -> list[tuple[bytes, bytes]]:
-        """Whole ones."""
-        rows = [(hash, self.path(hash), self.cache.size(hash) or 0) for hash in hashes]
+        """The whole contents of small blobs."""
+        rows = [(digest, self.path(digest), self.cache.size(digest) or 0) for digest in hashes]
         return await asyncio.to_thread(lambda: [(h, _read(p, 0, size)) for h, p, size in rows])
 
-    async def chunks(self, hash: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+    async def chunks(self, digest: bytes, start: int, end: int) -> AsyncIterator[bytes]:
         while start < end:
-            data = await self.read(hash, start, min(CHUNK_BYTES, end - start))
+            data = await self.read(digest, start, min(CHUNK_BYTES, end - start))
             if not data:
-                raise BlobError("the file is shorter than it was")
+                raise BlobError("the stored file is shorter than it should be")
             start += len(data)
             yield data
 
-    async def manifest(self, hash: bytes) -> ChunkManifest:
-        """The digests of its chunks: computed when somebody first asks for them."""
-        manifest = self._manifests.get(hash)
+    async def manifest(self, digest: bytes) -> ChunkManifest:
+        """The digests of a blob's chunks, computed when they are first asked for."""
+        manifest = self._manifests.get(digest)
         if manifest is not None:
-            self._manifests.move_to_end(hash)
+            self._manifests.move_to_end(digest)
             return manifest
-        making = self._making.get(hash)  # once, however many ask
+        making = self._making.get(digest)  # once, however many ask
         if making is None:
-            making = self._making[hash] = asyncio.ensure_future(self._make_sheet(hash))
-            making.add_done_callback(lambda _: self._making.pop(hash, None))
+            making = self._making[digest] = asyncio.ensure_future(self._make_manifest(digest))
+            making.add_done_callback(lambda _: self._making.pop(digest, None))
         return await asyncio.shield(making)
 
-    async def _make_sheet(self, hash: bytes) -> ChunkManifest:
-        size = self.cache.size(hash) or 0
-        with self.cache.pinned([hash]):
-            manifest = await asyncio.to_thread(_manifest, self.path(hash), size)
-        self.know_manifest(hash, manifest)
+    async def _make_manifest(self, digest: bytes) -> ChunkManifest:
+        size = self.cache.size(digest) or 0
+        with self.cache.pinned([digest]):
+            manifest = await asyncio.to_thread(_manifest, self.path(digest), size)
+        self.know_manifest(digest, manifest)
         return manifest
 
-    def know_manifest(self, hash: bytes, manifest: ChunkManifest) -> None:
-        if hash in self.cache and hash not in self._manifests:
-            self._manifests[hash] = manifest
+    def know_manifest(self, digest: bytes, manifest: ChunkManifest) -> None:
+        if digest in self.cache and digest not in self._manifests:
+            self._manifests[digest] = manifest
             self._manifests_bytes += len(manifest.digests)
-            while self._manifests_bytes > SHEETS_BYTES_MAX and len(self._manifests) > 1:
-                self._forget_sheet(next(iter(self._manifests)))
+            while self._manifests_bytes > MANIFESTS_BYTES_MAX and len(self._manifests) > 1:
+                self._forget_manifest(next(iter(self._manifests)))
 
-    def _forget_sheet(self, hash: bytes) -> None:
-        manifest = self._manifests.pop(hash, None)
+    def _forget_manifest(self, digest: bytes) -> None:
+        manifest = self._manifests.pop(digest, None)
         self._manifests_bytes -= len(manifest.digests) if manifest is not None else 0
 
     # ----------------------------------------------------------------- in chunks
@@ -490,9 +495,9 @@ class PartialBlob:
         try:
             written = await asyncio.to_thread(os.pwrite, self._fd, data, start)
         except OSError as error:
-            raise QuotaFull(f"the disk refused it: {error.strerror}") from None
+            raise _not_written(error) from None
         if written != len(data):
-            raise QuotaFull("the disk took only a part of it")
+            raise QuotaFull("this peer's disk is full: only a part of a chunk was written")
 
     async def read(self, index: int) -> bytes:
         start, length = span(self._size, index)
@@ -501,8 +506,8 @@ class PartialBlob:
     async def hashed(self) -> bytes:
         return await asyncio.to_thread(hash_file, self._path)
 
-    async def keep(self, hash: bytes, hold: str, room: Reservation) -> None:
-        await self._blobs.adopt(self._path, hold, hash, room)
+    async def keep(self, digest: bytes, hold: str, room: Reservation) -> None:
+        await self._blobs.adopt(self._path, hold, digest, room)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -511,8 +516,16 @@ class PartialBlob:
         self._path.unlink(missing_ok=True)
 
 
-async def _nobody() -> None:
+async def _release_nothing() -> None:
     return None
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _not_written(error: OSError) -> QuotaFull:
+    return QuotaFull(f"this peer's disk can't store the file: {_reason(error)}")
 
 
 def _named(hold: str) -> str:
@@ -520,12 +533,12 @@ def _named(hold: str) -> str:
 
 
 def open_plain(path: Path, names_max: int = 1) -> BufferedReader:
-    """To read a file that a task may have put there: a pipe would be waited for, a device read for
-    ever, a link followed to anywhere. `OSError` if it is no plain file with so many names."""
+    """Open a file that a task may have made: a pipe could block, a device never end, a link lead
+    anywhere. Raises `OSError` if it is not a plain file with at most so many names."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not _is_plain(os.fstat(fd), names_max):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
     return os.fdopen(fd, "rb")
 
 
@@ -546,7 +559,7 @@ def hash_file(path: Path) -> bytes:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy of one's own: a task that writes to its input must not write to the blob."""
+    """A separate copy: a task that writes to its input must not write to the blob."""
     with open_plain(source, names_max=2**31) as a, target.open("xb") as b:
         shutil.copyfileobj(a, b, CHUNK_BYTES)
 

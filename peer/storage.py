@@ -1,9 +1,9 @@
-"""Storage elements: where inputs come from and results go to, outside of the peers' own caches.
+"""Storage elements: reads inputs from, and delivers results to, places outside of the cluster.
 
 `http(s)://host/path` is read with GET and written with PUT; `s3://bucket/key` is at the one
-S3-compatible service that this peer was told of; `file:///path` is a file below one of the
-directories that this peer's operator has opened. What a peer can't reach it says in a sentence, and
-whether trying again may help (`passing`).
+S3-compatible service of this peer's settings; `file:///path` is a file below one of the directories
+that this peer's operator has opened. If a peer can't reach a place, the error says why in one
+sentence, and whether trying again may help (`passing`).
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ AT_ONCE = 4
 STORES_MAX = 64
 REDIRECTS = 5
 TRIES = 4
-OWNER = "user.valence.owner"  # who delivered a file
+OWNER = "user.valence.owner"  # the owner who delivered a file
 S3_OWNER = "valence-owner"
-NOT_YOURS = "{}: there is a file already, and nothing says that it is yours; choose another name"
-#: where clouds tell their machines what only these may know, besides link-local addresses
+NOT_YOURS = "{}: the file exists already, and is not known to be yours; choose another name"
+#: metadata services, where clouds tell their machines secrets, besides link-local addresses
 METADATA = frozenset({"fd00:ec2::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"})
-LOCAL = "workflows do not reach what is this machine's own (--local-urls allows it)"
-QUEUE = "queue"  # the scheme of what a task queue has, or can fetch from another site
+LOCAL = "workflows may not use this machine's own addresses (the peer's --local-urls allows it)"
+QUEUE = "queue"  # URL scheme of files that a task queue has, or can fetch from another site
 _QUEUE_BLOB = QUEUE + ":/v1/blobs/sha256:[0-9a-f]{64}"
 
 
 class ExternalStorage:
+    """Reads and writes the URLs of a document, as this peer's settings allow."""
+
     def __init__(self, settings: Settings, blobs: DiskBlobs) -> None:
         self._settings = settings
         self._blobs = blobs
@@ -69,32 +71,34 @@ class ExternalStorage:
     # ----------------------------------------------------------------- in
 
     async def bring(self, url: str, hold: str) -> tuple[bytes, int]:
-        """What is there becomes a blob; the other end's word for its size is only believed in so
-        far as it says how much room is needed."""
+        """Make the content of a URL a blob. The size that the server announces is only trusted for
+        how much disk space to reserve."""
         part = self._blobs.new_part()
-        digest = hashlib.sha256()
+        hasher = hashlib.sha256()
         try:
             async with contextlib.aclosing(self._read(url)) as parts:
-                size = await _number(parts)
+                size = await _size(parts)
                 async with self._blobs.make_room(size or 0) as room:
-                    count = await self._save(parts, part, room, digest)
+                    count = await self._save(parts, part, room, hasher)
                     if size is not None and size != count:
-                        raise StorageError(f"{shown(url)}: {count:,} of {size:,} bytes came", True)
-                    return await self._blobs.adopt(part, hold, digest.digest(), room)
+                        text = f"the transfer ended after {count:,} of {size:,} bytes"
+                        raise StorageError(f"{shown(url)}: {text}", True)
+                    return await self._blobs.adopt(part, hold, hasher.digest(), room)
         finally:
             part.unlink(missing_ok=True)
 
     async def fetch(self, file: File, hold: str, room: Reservation) -> None:
-        """A file whose hash is known: where no peer has it any more."""
+        """Fetch a file whose hash is known again, as no peer has it any more."""
         part = self._blobs.new_part()
-        digest = hashlib.sha256()
+        hasher = hashlib.sha256()
         try:
             async with contextlib.aclosing(self._read(file.url)) as parts:
-                await _number(parts)
-                await self._save(parts, part, room, digest)
-            if digest.digest() != file.hash:
+                await _size(parts)
+                await self._save(parts, part, room, hasher)
+            if hasher.digest() != file.hash:
                 raise WrongHash(
-                    f"{shown(file.url)}: it is not what it was when the workflow read it first"
+                    f"{shown(file.url)}: the content has changed since the workflow first read it; "
+                    "submit the workflow again"
                 )
             await self._blobs.adopt(part, hold, file.hash, room)
         finally:
@@ -105,7 +109,7 @@ class ExternalStorage:
         parts: AsyncIterator[bytes | int | None],
         path: Path,
         room: Reservation,
-        digest: Any,
+        hasher: Any,
     ) -> int:
         count = 0
         with path.open("wb") as file:
@@ -113,12 +117,12 @@ class ExternalStorage:
                 assert isinstance(data, bytes)
                 count += len(data)
                 self._blobs.widen(room, count)
-                digest.update(data)
+                hasher.update(data)
                 await asyncio.to_thread(file.write, data)
         return count
 
     async def _read(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
-        """Its size, if the other end says it; then its bytes."""
+        """The size first, or None if the server does not announce it; then the bytes."""
         scheme = urlsplit(url).scheme
         try:
             if scheme in ("http", "https", QUEUE, "s3"):
@@ -131,24 +135,24 @@ class ExternalStorage:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 with os.fdopen(fd, "rb") as file:
                     if not path.is_file():
-                        raise StorageError(f"{shown(url)}: it is no plain file")
+                        raise StorageError(f"{shown(url)}: not a plain file")
                     yield os.fstat(fd).st_size
                     while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
                         yield data
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise _told(url, error) from None  # (a `ValueError`: what is no URL, or leads to none)
+            raise _storage_error(url, error) from None  # (`ValueError`: not a valid URL)
 
     async def _read_http(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
         limit = aiohttp.ClientTimeout(total=TRANSFER_S, sock_read=READ_S, sock_connect=CONNECT_S)
         headers = {}
-        ours = urlsplit(url).scheme == QUEUE
-        if ours:
+        at_queue = urlsplit(url).scheme == QUEUE
+        if at_queue:
             url = self._at_queue(url)
             headers["Authorization"] = f"Bearer {self._pilot_token}"
-        local = ours or self._settings.local_urls
+        local = at_queue or self._settings.local_urls
         async with self._session(limit, local, headers) as session:
-            redirects = 0 if ours else REDIRECTS
-            async with await self._get(session, URL(url, encoded=ours), redirects) as response:
+            redirects = 0 if at_queue else REDIRECTS
+            async with await self._get(session, URL(url, encoded=at_queue), redirects) as response:
                 packed = "Content-Encoding" in response.headers
                 yield None if packed else response.content_length
                 async for data in response.content.iter_chunked(CHUNK_BYTES):
@@ -157,7 +161,7 @@ class ExternalStorage:
     async def _get(
         self, session: aiohttp.ClientSession, url: URL, redirects: int
     ) -> aiohttp.ClientResponse:
-        """Each address is looked at before it is asked: where a redirect leads, too."""
+        """Each address is checked before the request, the targets of redirects too."""
         for _ in range(redirects + 1):
             self._check_address(url, redirects == 0)
             response = await session.get(url, allow_redirects=False)
@@ -169,18 +173,18 @@ class ExternalStorage:
             if not redirects or target.scheme not in ("", "http", "https"):
                 break
             url = url.join(target)
-        raise StorageError(f"{shown(str(url))}: it is elsewhere, and nobody says where")
+        raise StorageError(f"{shown(str(url))}: too many redirects, or one that can't be followed")
 
-    def _check_address(self, url: URL, ours: bool = False) -> None:
-        if not ours and not self._settings.local_urls and _is_local(url.host or ""):
+    def _check_address(self, url: URL, at_queue: bool = False) -> None:
+        if not at_queue and not self._settings.local_urls and _is_local(url.host or ""):
             raise StorageError(f"{shown(str(url))}: {LOCAL}")
 
     def _at_queue(self, url: str) -> str:
-        """A blob of this peer's queue, and nothing else: what is asked for with a token of this
-        peer's is for nobody to choose. (Documents can't have such a URL: only queues write it.)"""
+        """The URL of a blob of this peer's queue, and of nothing else: this peer's token is sent
+        there. (Documents can't have such a URL: only queues write it.)"""
         base = self._settings.queue.rstrip("/")
         if not base or not re.fullmatch(_QUEUE_BLOB, url):
-            raise StorageError(f"{shown(url)}: this peer has no such queue")
+            raise StorageError(f"{shown(url)}: not a file of this peer's task queue")
         return base + url.removeprefix(f"{QUEUE}:")
 
     async def _read_s3(self, url: str) -> AsyncGenerator[bytes | int | None, None]:
@@ -188,18 +192,18 @@ class ExternalStorage:
 
         store, key = self._s3(url)
         try:
-            found = await obstore.get_async(store, key)
-            yield int(found.meta["size"])
-            async for data in found.stream(min_chunk_size=CHUNK_BYTES):
+            answer = await obstore.get_async(store, key)
+            yield int(answer.meta["size"])
+            async for data in answer.stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(data)
         except obstore.exceptions.BaseError as error:
-            raise _told(url, error) from None
+            raise _storage_error(url, error) from None
 
     # ----------------------------------------------------------------- out
 
-    async def deliver(self, hash: bytes, url: str, owner: str) -> None:
-        """A blob of this peer's to its destination: whole, or not to be seen there."""
-        path, size = self._blobs.path(hash), self._blobs.size(hash) or 0
+    async def deliver(self, digest: bytes, url: str, owner: str) -> None:
+        """Write a blob of this peer to its destination, where it appears whole or not at all."""
+        path, size = self._blobs.path(digest), self._blobs.size(digest) or 0
         scheme = urlsplit(url).scheme
         try:
             if scheme in ("http", "https"):
@@ -209,7 +213,7 @@ class ExternalStorage:
             else:
                 await asyncio.to_thread(self._put_file, path, url, owner)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise _told(url, error) from None  # (a `ValueError`: what is no URL, or leads to none)
+            raise _storage_error(url, error) from None  # (`ValueError`: not a valid URL)
 
     async def _put_http(self, path: Path, size: int, url: str) -> None:
         self._check_address(URL(url))
@@ -228,29 +232,30 @@ class ExternalStorage:
             ) as response,
         ):
             if response.status >= 300:
-                raise StorageError(f"{shown(url)}: it is elsewhere (HTTP {response.status})")
+                text = f"the server redirects elsewhere (HTTP {response.status})"
+                raise StorageError(f"{shown(url)}: {text}; write the final URL")
 
     def _session(
         self, limit: aiohttp.ClientTimeout, local: bool, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientSession:
-        """`local`: this machine may be meant, too."""
+        """`local`: this machine's own addresses are allowed, too."""
         resolver = aiohttp.ThreadedResolver()
         connector = aiohttp.TCPConnector(resolver=resolver if local else _Elsewhere(resolver))
         return aiohttp.ClientSession(timeout=limit, headers=headers, connector=connector)
 
     async def _put_s3(self, path: Path, url: str, owner: str) -> None:
-        """All owners write with this peer's own rights: what is there already, and was not
-        delivered for this one, stays. (Of two who deliver at one moment the later one wins.)"""
+        """All owners write with this peer's own rights, so an object that was not delivered for
+        this owner is not overwritten. (If two deliver at the same moment, the later one wins.)"""
         import obstore
 
         store, key = self._s3(url)
-        whose = owner.encode().hex() or "-"  # what a header may have
+        whose = owner.encode().hex() or "-"  # only characters that a header may have
         try:
             with contextlib.suppress(FileNotFoundError):
-                found = await obstore.get_async(store, key, options={"head": True})
-                if found.attributes.get(S3_OWNER) != whose:
+                answer = await obstore.get_async(store, key, options={"head": True})
+                if answer.attributes.get(S3_OWNER) != whose:
                     raise StorageError(NOT_YOURS.format(shown(url)))
-            # ended in the middle it would leave its parts at the other end: let it come to its end
+            # cancelled half-way, an upload would leave its parts at the server: let it finish
             put = obstore.put_async(
                 store,
                 key,
@@ -261,11 +266,11 @@ class ExternalStorage:
             )
             await asyncio.shield(put)
         except obstore.exceptions.BaseError as error:
-            raise _told(url, error) from None
+            raise _storage_error(url, error) from None
 
     def _put_file(self, source: Path, url: str, owner: str) -> None:
-        """Beside it first, then in its place; never in the place of what is another owner's, or
-        was there before."""
+        """Write beside the target first, then move into place; never overwrite a file of another
+        owner, or one that was not delivered."""
         target = self._local(url)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
@@ -273,7 +278,7 @@ class ExternalStorage:
             copy_file(source, beside)
             with beside.open("rb") as file:
                 os.fdatasync(file.fileno())
-            with contextlib.suppress(OSError):  # a disk may not be able to say whose it is
+            with contextlib.suppress(OSError):  # some file systems can't record an owner
                 os.setxattr(beside, OWNER, owner.encode())
             try:
                 os.link(beside, target)
@@ -287,18 +292,18 @@ class ExternalStorage:
     # ----------------------------------------------------------------- where
 
     def _local(self, url: str) -> Path:
-        """The real file behind a name, if it is below a directory that is open to workflows."""
+        """The real path of a file, if it is below a directory that is open to workflows."""
         split = urlsplit(url)
         if split.netloc not in ("", "localhost"):
-            raise StorageError(f"{shown(url)}: a file is named file:///path")
+            raise StorageError(f"{shown(url)}: write file:///path, without a host")
         if not self._roots:
             raise StorageError(
-                f"{shown(url)}: no directory of this peer is open to workflows (--files)"
+                f"{shown(url)}: this peer opens no directory to workflows (start it with --files)"
             )
         real = Path(os.path.realpath(unquote(split.path)))
         if not any(real.is_relative_to(root) and real != root for root in self._roots):
             raise StorageError(
-                f"{shown(url)}: it is outside of what this peer has opened (--files)"
+                f"{shown(url)}: outside of the directories that this peer opens with --files"
             )
         return real
 
@@ -309,7 +314,7 @@ class ExternalStorage:
         bucket, _, key = url.removeprefix("s3://").partition("/")
         if not bucket or not key:
             raise StorageError(f"{shown(url)}: write s3://bucket/key")
-        # without both keys the library would go and ask the machine's cloud for some
+        # without both keys, the library would ask the machine's cloud for some
         if not settings.s3_access_key or not settings.s3_secret_key:
             raise StorageError(
                 f"{shown(url)}: this peer has no S3 credentials: set VALENCE_S3_ACCESS_KEY and "
@@ -347,7 +352,7 @@ class ExternalStorage:
 
 
 class _Elsewhere(aiohttp.abc.AbstractResolver):
-    """Names, but for those that mean this machine: what listens there trusts who is on it."""
+    """Resolves names, except to this machine's own addresses: services there trust local users."""
 
     def __init__(self, resolver: aiohttp.abc.AbstractResolver) -> None:
         self._resolver = resolver
@@ -355,30 +360,32 @@ class _Elsewhere(aiohttp.abc.AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[aiohttp.abc.ResolveResult]:
-        found = await self._resolver.resolve(host, port, family)
-        kept = [row for row in found if not _is_local(row["host"])]
-        if not kept:
+        rows = await self._resolver.resolve(host, port, family)
+        allowed = [row for row in rows if not _is_local(row["host"])]
+        if not allowed:
             raise OSError(errno.EACCES, LOCAL)
-        return kept
+        return allowed
 
     async def close(self) -> None:
         await self._resolver.close()
 
 
 def _is_local(host: str) -> bool:
-    """An address that is this machine's own, or that only its link has."""
+    """True for an address of this machine, a link-local one, or a cloud's metadata service."""
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False  # a name: see what it stands for
-    found = getattr(found, "ipv4_mapped", None) or found
-    if found.is_loopback or found.is_link_local or found.is_unspecified or found.is_multicast:
+        return False  # a name: checked again when it is resolved
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback or address.is_link_local:
         return True
-    return str(found) in METADATA or _is_mine(found)
+    if address.is_unspecified or address.is_multicast:
+        return True
+    return str(address) in METADATA or _is_own(address)
 
 
-def _is_mine(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Only a machine's own addresses can be bound to."""
+def _is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """A socket can only be bound to the machine's own addresses."""
     kind = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -395,22 +402,24 @@ def _owner_of(path: Path) -> bytes:
         return b""
 
 
-async def _number(parts: AsyncIterator[bytes | int | None]) -> int | None:
+async def _size(parts: AsyncIterator[bytes | int | None]) -> int | None:
     first = await anext(parts)
     assert not isinstance(first, bytes)
     return first
 
 
-def _told(url: str, error: BaseException) -> StorageError:
-    """In one line; libraries add what nobody asked for, and sometimes more than they should."""
+def _storage_error(url: str, error: BaseException) -> StorageError:
+    """The error in one line: libraries write more, and sometimes a secret."""
     if isinstance(error, aiohttp.ClientResponseError):
         return StorageError(
             f"{shown(url)}: HTTP {error.status} {error.message}"[:500], error.status >= 500
         )
     if isinstance(error, FileNotFoundError):
-        return StorageError(f"{shown(url)}: there is no such file")
+        return StorageError(f"{shown(url)}: no such file")
     if isinstance(error, PermissionError) or "PermissionDenied" in type(error).__name__:
-        return StorageError(f"{shown(url)}: access is refused")
+        return StorageError(f"{shown(url)}: access denied")
+    if isinstance(error, TimeoutError):
+        return StorageError(f"{shown(url)}: the transfer timed out", True)
     if isinstance(error, OSError) and error.strerror:
         return StorageError(f"{shown(url)}: {error.strerror}", True)
     first = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -159,7 +159,7 @@ async def test_s3_there_and_back(tmp_path: Path, s3: S3) -> None:
 
 async def test_s3_wrong_keys_and_none_are_said_and_nothing_is_left(tmp_path: Path, s3: S3) -> None:
     wrong, blobs = storage(tmp_path, s3_endpoint=s3.url, s3_access_key=KEY, s3_secret_key="x" * 16)
-    with pytest.raises(StorageError, match="access is refused"):
+    with pytest.raises(StorageError, match="access denied"):
         await wrong.bring("s3://lab/ready", "wf")
     none, _ = storage(tmp_path / "none", s3_endpoint=s3.url)
     with pytest.raises(StorageError, match="VALENCE_S3_ACCESS_KEY"):
@@ -173,9 +173,9 @@ async def test_what_another_owner_delivered_to_s3_stays(tmp_path: Path, s3: S3) 
     first, second = [await blobs.put(data) for data in (b"ada's", b"ada's, later")]
     url = "s3://lab/results/of ada"
     await place.deliver(first, url, "ada")
-    with pytest.raises(StorageError, match="nothing says that it is yours"):
+    with pytest.raises(StorageError, match="not known to be yours"):
         await place.deliver(second, url, "bob")
-    with pytest.raises(StorageError, match="nothing says that it is yours"):
+    with pytest.raises(StorageError, match="not known to be yours"):
         await place.deliver(second, "s3://lab/ready", "ada")  # nobody's: it was there before
     await place.deliver(second, url, "ada")
     assert bytes(obstore.get(s3.store, "results/of ada").bytes()) == b"ada's, later"
@@ -205,7 +205,7 @@ async def test_files_only_below_what_was_opened(tmp_path: Path) -> None:
     again = await blobs.put(b"changed")
     await place.deliver(again, f"file://{opened}/new/place/g", "ada")
     for theirs in ("new/place/g", "f"):  # hers, and one that was there before
-        with pytest.raises(StorageError, match="nothing says that it is yours"):
+        with pytest.raises(StorageError, match="not known to be yours"):
             await place.deliver(hash, f"file://{opened}/{theirs}", "bob")
     assert (opened / "new/place/g").read_bytes() == b"changed"
     none, _ = storage(tmp_path / "none")
@@ -255,7 +255,7 @@ async def test_what_listens_on_the_peers_own_machine_is_reached_only_if_the_peer
     assert web.files["/up"] == b"result"
     assert await allowed.bring(f"{web.url}/here", "wf") == (hashlib.sha256(b"data").digest(), 4)
     for name in ("file", "round"):
-        with pytest.raises(StorageError, match="elsewhere"):
+        with pytest.raises(StorageError, match="too many redirects"):
             await allowed.bring(f"{web.url}/{name}", "wf")
     with pytest.raises(StorageError):
         await allowed.bring(f"{web.url}/garbage", "wf")
