@@ -129,6 +129,25 @@ def test_what_is_installed_is_all_that_users_run_and_nothing_else() -> None:
     assert set(listed) == found
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_found_is_no_name(path: Path) -> None:
+    """It says that something was looked for, and not what it is."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""  # type: ignore[attr-defined]
+        assert name != "found", f"line {node.lineno}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    at: dict[str, list[str]] = {}
+    for layer in ("workflow", "protocols", "peer", "master", "valence"):
+        for path in sorted((ROOT / layer).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    at.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: places for name, places in at.items() if len(places) > 1}
+
+
 def test_links_in_the_docs_lead_somewhere() -> None:
     import re
 
