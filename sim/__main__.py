@@ -212,7 +212,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slice-bytes", type=int, default=default.slice_bytes, help=few)
     names = f"a selection of {','.join(FAULTS)}; also perish, halve; or none"
     parser.add_argument("--faults", default="", help=names)
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break this rule")
+    parser.add_argument(
+        "--mutant", choices=sorted(MUTANTS), default="", metavar="RULE",
+        help="break this rule (`--mutant ?` lists them)",
+    )  # fmt: skip
     every = "break each rule: every time, a run must notice it"
     parser.add_argument("--mutants", action="store_true", help=every)
     parser.add_argument("--whole", action="store_true", help="do not look for a shorter run")
