@@ -17,6 +17,9 @@ Rules:
   again. The peer then falls back to the promise that it had made when it left the lower era, and
   must remember how far its copy was there: without either, it could vote for a home that lacks
   committed entries.
+- A copy that promised an era and has nothing of it goes, if the same line has come to its end in
+  that era elsewhere. It keeps its promise. (Not if no other copy has anything of that era, either:
+  they could all go. Then the promise came to nothing, and is given up.)
 - Every member that is here is asked, until each has answered: keepers come and go, and neither line
   knows the keepers of the other by now. Only copies of a forced era ask, and copies that promised
   one and have nothing of it: where no home was ever forced this costs nothing.
@@ -56,6 +59,12 @@ def holds(line: History, other: History) -> bool:
     if line.over != other.over:
         return line.over
     return line.era < other.era if line.over else line.era > other.era
+
+
+def _is_ahead(answer: Met, copy: Replica) -> bool:
+    """The other copy is of the same line, and has entries of the era that this one promised, but
+    knows nothing of: this one was left behind, or is no keeper any more."""
+    return answer.era == copy.line and forced(answer.epoch) >= forced(copy.promised)
 
 
 class Lines:
@@ -114,6 +123,8 @@ class Lines:
         stranded = forced(copy.promised) > forced(copy.last_epoch)
         if not answer.known and not stranded:
             self._met.setdefault(copy.workflow, set()).add(contact.id)
+        elif stranded and answer.over and _is_ahead(answer, latest):
+            keeping.drop(copy.workflow)
         elif holds(History(answer.over, answer.era, answer.void), own):
             self._give_up(latest, own.era, answer.era, answer.epoch)
 
@@ -127,7 +138,9 @@ class Lines:
             return Met(known=False)  # from this copy's home, which is sending it that very line
         if own.era == other.era:
             # the same line; if the sender promised another era, that promise came to nothing
-            return Met(known=own.over, over=own.over, era=own.era, void=own.void)
+            return Met(
+                known=own.over, over=own.over, era=own.era, epoch=copy.last_epoch, void=own.void
+            )
         if holds(other, own):
             self._give_up(copy, own.era, other.era, message.epoch)
         return Met(known=True, over=own.over, era=own.era, epoch=copy.promised, void=own.void)
