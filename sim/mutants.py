@@ -51,6 +51,9 @@ EXPECTED: dict[str, str] = {}
 #: mutant → settings of the runs in which it shows
 WORLDS: dict[str, dict[str, Any]] = {}
 
+#: mutant → the test that sees it. Random worlds come to such a moment in one of thousands.
+SEEN_BY: dict[str, str] = {}
+
 Make = Callable[[], list[Patch]]
 
 
@@ -70,6 +73,14 @@ def where(**world: Any) -> Callable[[Make], Make]:
 def shows(text: str) -> Callable[[Make], Make]:
     def known(make: Make) -> Make:
         EXPECTED[make.__name__.replace("_", "-")] = text
+        return make
+
+    return known
+
+
+def seen_by(test: str) -> Callable[[Make], Make]:
+    def known(make: Make) -> Make:
+        SEEN_BY[make.__name__.replace("_", "-")] = test
         return make
 
     return known
@@ -360,6 +371,7 @@ def a_copy_that_has_not_caught_up_votes_for_itself() -> list[Patch]:
 
 
 @mutant
+@seen_by("tests/test_elections.py::test_nobody_is_voted_for_in_an_era_that_its_log_is_not_in")
 @where(majority_lost_s=10.0)
 def homes_lead_in_eras_that_their_log_is_not_in() -> list[Patch]:
     def lax(epoch: int, last_epoch: int) -> bool:
@@ -411,6 +423,7 @@ def silent_homes_are_never_asked() -> list[Patch]:
 
 
 @mutant
+@seen_by("tests/test_sim.py::test_a_copy_that_stayed_behind_tells_nobody_that_it_is_out")
 @where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def a_namesake_tells_who_is_out() -> list[Patch]:
     excludes = Replica.excludes
@@ -428,6 +441,7 @@ def an_end_that_may_be_agreed_on_makes_way() -> list[Patch]:
 
 
 @mutant
+@seen_by("tests/test_elections.py::test_a_copy_that_catches_up_belongs_to_its_homes_line")
 @where(majority_lost_s=10.0, slice_bytes=1)
 def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
     def rash(self: Any, workflow: str, copy: Any) -> bool:
@@ -437,6 +451,7 @@ def who_catches_up_in_a_forced_era_is_cut_off() -> list[Patch]:
 
 
 @mutant
+@seen_by("tests/test_sim.py::test_a_key_is_answered_for_only_when_its_submission_is_committed")
 @where(slice_bytes=1, peers=6, every_s=1.5, seconds=120.0)
 def keys_are_answered_for_before_they_count() -> list[Patch]:
     async def rash(self: Any, run: Any, arguments: Any) -> Any:

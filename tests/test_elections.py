@@ -11,9 +11,22 @@ from collections.abc import Awaitable, Callable
 
 from sim.host import Host
 from sim.loop import run_out
+from sim.mutants import applied
 from sim.world import Plan, World
 from valence.protocols.consensus.replica import Replica, forced_epoch, next_epoch
-from valence.protocols.wire.messages import Candidacy, Elect, Elected, NotHome, StillHome, Vote
+from valence.protocols.wire.entries import HomeElected
+from valence.protocols.wire.messages import (
+    Candidacy,
+    Elect,
+    Elected,
+    Entry,
+    Keep,
+    Kept,
+    NotHome,
+    Slice,
+    StillHome,
+    Vote,
+)
 
 W = "w1"
 OTHER = b"o" * 20  # a keeper that is in no test
@@ -159,6 +172,8 @@ def test_nobody_is_voted_for_in_an_era_that_its_log_is_not_in() -> None:
         assert forced is not None
         beyond = c.above(forced)  # a second epoch of the era that a forced home would have begun
         assert not (await c.asks(beyond)).granted
+        with applied("homes-lead-in-eras-that-their-log-is-not-in"):
+            assert (await c.asks(beyond, trial=True)).granted
         c.copy.starts.append((3, forced))
         assert (await c.asks(beyond, last=forced)).granted
 
@@ -179,5 +194,46 @@ def test_who_is_asked_whether_it_still_is_home_says_no_if_it_leads_nothing() -> 
         c.voter.enactment.keeping.lead(W, c.epoch)
         answer = await rpc.call(to, StillHome(workflows=(W, "w2")), NotHome)
         assert answer.workflows == ("w2",)
+
+    council(scenario)
+
+
+def test_a_copy_that_catches_up_belongs_to_its_homes_line() -> None:
+    """It has promised an era that it has no entry of yet. Only if its home is gone may that be all
+    that is left of the era: then it asks whether there is another line."""
+
+    async def scenario(c: Council) -> None:
+        lines = c.voter.enactment.lines
+        forced = forced_epoch(c.epoch, c.candidate.id)
+        assert forced is not None
+        c.copy.promised, c.copy.home = forced, c.candidate.id
+        assert not lines._may_have_two(W, c.copy)
+        with applied("who-catches-up-in-a-forced-era-is-cut-off"):
+            assert lines._may_have_two(W, c.copy)
+        c.copy.home = OTHER
+        assert lines._may_have_two(W, c.copy)
+
+    council(scenario)
+
+
+def test_an_end_that_may_be_agreed_on_makes_way_for_no_later_era() -> None:
+    async def scenario(c: Council) -> None:
+        home = c.candidate.peer.contact
+        c.copy.ended_at_count, c.copy.committed = (
+            4,
+            3,
+        )  # it has an end, and does not know of whom else
+        assert c.copy.may_be_over
+        forced = forced_epoch(c.epoch, home.id)
+        assert forced is not None
+        other = Entry(3, forced, 0.0, "home", HomeElected(home=home.id, epoch=9, why="").packed())
+        piece = Slice(W, forced, 3, c.epoch, 3, (other,))
+        answer = await c.candidate.peer.rpc.call(c.voter.peer.contact, Keep.of((piece,)), Kept)
+        assert answer.stored[0].refusal
+        assert c.copy.count == 4
+        c.copy.outrun = True  # a majority of its keepers has gone to a later era without it
+        answer = await c.candidate.peer.rpc.call(c.voter.peer.contact, Keep.of((piece,)), Kept)
+        assert not answer.stored[0].refusal
+        assert c.copy.last_epoch == forced
 
     council(scenario)

@@ -9,13 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sim.loop import run_out
-from sim.mutants import MUTANTS, applied
+from sim.mutants import MUTANTS, SEEN_BY, applied
 from sim.plan import FAULTS, Plan
 from sim.world import World
 from valence.protocols.consensus.keeping import Leadership
@@ -306,6 +307,8 @@ def test_a_copy_that_stayed_behind_tells_nobody_that_it_is_out() -> None:
     assert not old.excludes(d, newer), "the other may have been asked in since"
     assert not old.excludes(b, stale)
     assert not old.excludes(d, namesake), "of another workflow of that name it knows nothing"
+    with applied("a-namesake-tells-who-is-out"):
+        assert old.excludes(d, namesake)
     old.committed = 0
     assert not old.excludes(d, stale), "that set may never count"
 
@@ -388,6 +391,15 @@ def test_a_key_is_answered_for_only_when_its_submission_is_committed(mutant: str
 
     with applied(mutant):
         run_out(scenario())
+
+
+@pytest.mark.parametrize("test", sorted(set(SEEN_BY.values())))
+def test_a_rule_that_random_worlds_do_not_check_has_a_test(test: str) -> None:
+    path, _, name = test.partition("::")
+    text = Path(path).read_text()
+    begin = text.index(f"def {name}(")
+    body = text[max(0, begin - 200) : text.find("\ndef ", begin + 1)]
+    assert any(mutant in body for mutant, seen in SEEN_BY.items() if seen == test)
 
 
 def test_mutants_leave_nothing_behind() -> None:
