@@ -334,6 +334,7 @@ def test_the_catalog_names_holders_until_the_file_goes() -> None:
 # --------------------------------------------------------------------------- live
 
 
+@pytest.mark.slow
 def test_live_a_hot_file_a_killed_source_and_a_bad_disk() -> None:
     """As `make data` measures it, in small."""
     found = {}

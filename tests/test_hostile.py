@@ -513,6 +513,7 @@ assert imported.changed("w4"), "what was read is not what is there now"
     assert read_sources
 
 
+@pytest.mark.slow
 def test_code_edited_under_a_running_cluster_is_what_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
