@@ -128,7 +128,8 @@ class Config:
     # How long a lost majority of the keepers is waited for; then a survivor goes on from its own
     # copy. Infinite means for ever: lost keepers may only be cut off, and may go on as well.
     majority_lost_s: float = math.inf
-    # Ended journals are looked over this long after a peer was lost, and regularly anyway.
+    # Ended journals are looked over this long after a keeper was lost or is back, and regularly
+    # anyway.
     archive_after_s: float = 10.0
     archive_s: float = 900.0
     archive_at_once: int = 50

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,45 @@ def test_ended_journals_outlive_all_their_first_keepers() -> None:
     arguments = ["--seeds", "4", "--peers", "12", "--seconds", "90", "--faults", "none"]
     done = simulate(*arguments, "--replaced", "0.5", "--keepers", "5", "--majority-lost", "30")
     assert "4 runs, 0 violations" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_ended_journal_gets_its_keepers_when_one_of_a_lost_majority_is_back(
+    restarted: bool,
+) -> None:
+    """Seed 4692: nobody could change its keepers when it was looked at, so it stayed with two until
+    it was looked at the next time; one of them died before that."""
+
+    async def scenario() -> None:
+        world = World(Plan(5, peers=7, faults=()))
+        world._config = replace(world._config, archive_s=900.0)
+        for _ in range(7):
+            world.add_host()
+        await world._until(world._all_know_all, 60.0, "the peers never found each other")
+        home = world.hosts[4]
+        text = json.dumps({"name": "w", "tasks": {"t": {"command": ["work", "1"]}}}).encode()
+        submitted = home.enactment.gateway.submit(text, {}, "somebody", False)
+        id, _ = await home.do(submitted, 10.0)
+        await until(lambda: not any(host.enactment.keeping.replicas for host in world.up()))
+        first, second, third = home.enactment.keeping.storage.replica(id).keepers
+        hosts = {host.id: host for host in world.hosts}
+        for lost in (second, third):
+            hosts[lost].kill()
+        if restarted:
+            await asyncio.sleep(150.0)  # nobody tells it any more that they were ever here
+            hosts[first].kill()
+            await asyncio.sleep(1.0)
+            world.start(hosts[first])
+        await asyncio.sleep(30.0)  # it is looked at, and there is no majority
+        world.start(hosts[second])
+        await asyncio.sleep(10.0)
+        keepers = hosts[first].enactment.keeping.storage.replica(id).keepers
+        assert len(keepers) == 3
+        assert third not in keepers
+        copies = [host.enactment.keeping.copy(id) for host in world.up()]
+        assert sum(copy is not None for copy in copies) == 3
+
+    run_out(scenario())
 
 
 def test_who_asks_between_two_homes_is_not_told_that_there_is_no_such_workflow() -> None:

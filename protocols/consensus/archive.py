@@ -1,10 +1,11 @@
 """Repair of ended journals: when a keeper of one is lost, another peer gets a copy.
 
 Ended journals are on disk only, and their keepers die like all others. So each keeper checks its
-ended journals now and then, and a while after a peer was lost. If a journal lacks a keeper, the
-first of its keepers that is here takes it up once more: it stands for home as for any journal; once
-elected, it lets the lost keeper go and asks the next one in (`membership_change`), and lets go of
-the journal when all of them have it. A few at a time: running workflows come first.
+ended journals now and then, and a while after one of their keepers was lost or is back. If a
+journal lacks a keeper, the first of its keepers that is here takes it up once more: it stands for
+home as for any journal; once elected, it lets the lost keeper go and asks the next one in
+(`membership_change`), and lets go of the journal when all of them have it. A few at a time: running
+workflows come first.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ class Archive:
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
         few = self._keeping.config.keepers
-        lost = new.state >= State.DEAD and new.contact.id in self._fellows
+        gone = new.state >= State.DEAD
+        was_gone = old is None or old.state >= State.DEAD
+        # a keeper that is back may make a majority again
+        look = (gone or was_gone) and new.contact.id in self._fellows
         # a peer that is back may have gone on by itself, if homes are allowed to
         back = new.state == State.ALIVE and old is not None and old.state >= State.DEAD
-        lost = lost or (back and not math.isinf(self._keeping.config.majority_lost_s))
-        if lost or self._keeping.members.count <= few:
+        look = look or (back and not math.isinf(self._keeping.config.majority_lost_s))
+        if look or self._keeping.members.count <= few:
             self._lost.set()
 
     async def run(self) -> None:
