@@ -271,6 +271,7 @@ class Sites:
     """The targets of a task queue's home: sites, which ask for tasks themselves."""
 
     near_bytes_min = READ_BYTES_MIN
+    may_promise = False
 
     def __init__(self, home: Home) -> None:
         self.sites: dict[str, SiteState] = {}

@@ -37,6 +37,7 @@ from valence.protocols.wire.rpc import CallFailed, Refused, Rpc
 
 from .attempt import Limits, LocalLauncher
 from .blobs import DiskBlobs
+from .booking_storage import SqliteBookingStorage
 from .database import Database
 from .http import Http
 from .identity import Identity, tls_contexts, write_private
@@ -172,6 +173,7 @@ class Daemon:
             records=self.records,
             journals=SqliteJournalStorage(self.database, time.time),
             outbox=SqliteOutboxStorage(self.database, time.time),
+            bookings=SqliteBookingStorage(self.database),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=workshop,

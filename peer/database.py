@@ -56,6 +56,7 @@ create table if not exists voided (
 create table if not exists outbox (
     id integer primary key, home blob not null, at real not null, body blob not null
 );
+create table if not exists bookings (lease integer primary key, body blob not null);
 create table if not exists peers (id blob primary key, member blob not null) without rowid;
 """
 

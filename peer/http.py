@@ -244,6 +244,14 @@ class Http:
         view = await self._gateway.ask_raw(_sees(request), workflow_id, "workflow", **wait)
         return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{workflow_id}"})
 
+    async def _plan(self, request: web.Request) -> web.Response:
+        options = _submit_options(request)
+        owner = request[_GRANT].owner
+        async with self._turn_if_long(request, owner):
+            async with asyncio.timeout(STALL_S):
+                body = await request.read()
+            return _json(await self._gateway.plan(body, options, owner))
+
     @contextlib.asynccontextmanager
     async def _turn_if_long(self, request: web.Request, owner: str) -> AsyncIterator[None]:
         """One owner has a few long documents in memory at a time; the others are not read yet, and
@@ -507,6 +515,10 @@ def _submit_options(request: web.Request) -> dict[str, Any]:
         options["strategy"] = strategy = request.query["strategy"]
         if strategy not in names():
             raise ApiError(400, f"strategy: expected one of {', '.join(names())}")
+    if "accept" in request.query:
+        options["accept"] = offer = request.query["accept"]
+        if not re.fullmatch(r"[0-9a-f]{16}", offer):
+            raise ApiError(400, "accept: expected the `offer` of an earlier answer")
     key = request.headers.get("Idempotency-Key")
     if key is not None:
         if not key or len(key) > KEY_CHARS_MAX or not (key.isascii() and key.isprintable()):
@@ -564,6 +576,7 @@ def _problem(problem: ApiError) -> web.Response:
         status=problem.status,
         detail=problem.detail,
         errors=problem.errors,
+        **problem.more,
     )
     headers = {}
     if problem.status == 401:

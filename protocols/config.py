@@ -104,6 +104,14 @@ class Config:
     turn_s: float = 2.5  # how long an owner that was refused is expected to ask again
     turn_answer_s: float = 0.15  # the same, once its home was told that there is capacity
 
+    # --- promises: see capacity/bookings
+    # At every instant so much of a peer is promised at most. The rest is for work without promises.
+    promised_share: float = 0.75
+    booking_hold_s: float = 15.0  # a hold that nobody confirms
+    booking_affirm_s: float = 120.0  # a booking that nobody affirms
+    bookings_max: int = 5000  # at one peer
+    ways_max: int = 3  # how often a unit makes way for promised ones
+
     # --- keepers of journals
     keepers: int = 3  # odd: a fourth keeper would survive no more deaths than three do
     keep_timeout_s: float = 2.0

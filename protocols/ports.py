@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .capacity.bookings import BookingRow
 from .consensus.storage import ReplicaStorage as ReplicaStorage
 from .data.cache import BlobError, Cache, Reservation
 from .data.swarm import BlobStore
@@ -68,6 +69,15 @@ class OutboxStorage(Protocol):
 
     async def write(self, rows: Sequence[OutboxRow], settled: Sequence[int]) -> None:
         """Write new rows and delete the settled ones: all of it, or nothing and `DatabaseError`."""
+
+
+class BookingStorage(Protocol):
+    """What this peer has promised."""
+
+    def rows(self) -> list[BookingRow]: ...
+
+    async def write(self, rows: Sequence[BookingRow], gone: Sequence[int]) -> None:
+        """Write bookings, new or changed, and delete others by their leases."""
 
 
 # --------------------------------------------------------------------------- files

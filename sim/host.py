@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from valence.master.queue import Sites
+from valence.peer.booking_storage import SqliteBookingStorage
 from valence.peer.journal_storage import SqliteJournalStorage
 from valence.peer.outbox_storage import SqliteOutboxStorage
 from valence.protocols.config import Config
@@ -120,6 +121,7 @@ class Host:
             records=peer.records,
             journals=SqliteJournalStorage(self.database, self.clock),
             outbox=SqliteOutboxStorage(self.database, self.clock),
+            bookings=SqliteBookingStorage(self.database),
             blobs=self.blobs,
             transfer=self.transfer,
             workshop=self.workshop,

@@ -21,7 +21,15 @@ from pydantic import BaseModel, ValidationError
 
 from . import names, plan, quantities, strategies, tree
 from .foreach import Substitution, items, references
-from .model import Alternative, Reference, Source, Task, TaskNeeds, Workflow
+from .model import (
+    Alternative,
+    PromiseTerms,
+    Reference,
+    Source,
+    Task,
+    TaskNeeds,
+    Workflow,
+)
 from .problems import Path, Problems
 from .schema import (
     COMMAND_BYTES_MAX,
@@ -190,6 +198,7 @@ class _DocumentReader:
             tasks={task: self.tasks[task] for task in ordered},
             parents=self.parents,
             producers=self.producers,
+            promise=PromiseTerms(**_mapping(head.get("promise"))),
         )
 
     def _head(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +216,8 @@ class _DocumentReader:
         deadline = value.get("deadline")
         if isinstance(deadline, str | int | float) and not _is_deadline(deadline):
             self.problems.add(("deadline",), f"deadline must be {_UNIONS['deadline']}")
+        if deadline is None and value.get("promise") is not None:
+            self.problems.add(("promise",), "promise needs a deadline; add one, such as 10m")
         return value
 
     def _check_rules(self, value: dict[str, Any]) -> None:

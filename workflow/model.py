@@ -77,6 +77,15 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class PromiseTerms:
+    """What the user wants of a workflow with a deadline."""
+
+    infeasible: Literal["refuse", "earliest", "best-effort"] = "refuse"
+    survive: int | None = None  # deaths of peers to leave time for; None: one if that is possible
+    on_broken: Literal["go-on", "cancel"] = "go-on"
+
+
+@dataclass(frozen=True, slots=True)
 class Workflow:
     name: str
     strategy: str
@@ -90,6 +99,7 @@ class Workflow:
     strict: bool = False  # level by level: no task starts before all levels above are done
     rank: str = ""  # an expression by which pilots rank its tasks; empty: the usual ranking
     deliver: Mapping[str, str] = field(default_factory=dict)  # output → its destination
+    promise: PromiseTerms = PromiseTerms()
 
     def children(self) -> dict[str, Sequence[str]]:
         children: dict[str, list[str]] = {}

@@ -163,6 +163,26 @@ class TaskDocument(_Strict):
     )
 
 
+class PromiseDocument(_Strict):
+    """What the promise to be done by the deadline must be like."""
+
+    infeasible: Literal["refuse", "earliest", "best-effort"] = Field(
+        default="refuse",
+        description="If no plan meets the deadline: refuse the workflow; promise the earliest "
+        "possible end instead; or run it without a promise.",
+    )
+    survive: int | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Deaths of peers that the plan must leave time for. By default one, if that is "
+        "possible.",
+    )
+    on_broken: Literal["go-on", "cancel"] = Field(
+        default="go-on", description="What becomes of the workflow when its promise is broken."
+    )
+
+
 class WorkflowDocument(_Strict):
     """A workflow: tasks and the files between them."""
 
@@ -171,6 +191,11 @@ class WorkflowDocument(_Strict):
     strategy: str = Field(default="auto", max_length=50)
     deadline: str | float | int | None = Field(
         default=None, description="A duration from submission, or a timestamp (ISO 8601)."
+    )
+    promise: PromiseDocument | None = Field(
+        default=None,
+        description="A workflow with a deadline and an estimated run time for each task is "
+        "promised to be done in time, or refused at once. This says how.",
     )
     levels: Literal["strict"] | None = Field(
         default=None,

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "valence.strategies"
-BUILT_IN = ("probe", "tickets", "chemical", "pilots")
+BUILT_IN = ("probe", "tickets", "chemical", "pilots", "deadline")
 AUTO = "auto"
 
 

@@ -17,6 +17,9 @@ Rules, and why nothing is ever over-booked:
   holds a peer keeps the capacity that comes free there until it has enough. Of two gangs the older
   one gets the capacity, even if the younger has a lease already: until it is committed, a lease is
   no promise. The order of two gangs is the same at every peer, so they never deadlock.
+- What was promised for a certain time (`bookings`) gets its capacity at that time. Work without a
+  promise runs in between; if it is still here then, it makes way, the youngest unit first. A unit
+  that has made way `ways_max` times has its place for good when it comes again.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from ..config import Config
 from ..wire.messages import Capacity, GangTag, Grant, Room, Traits
+from .bookings import Bookings, Commitment, length_here
 from .matching import plus, slots, unmet
 from .turns import Turns
 
@@ -36,6 +40,12 @@ from .turns import Turns
 NO_DEADLINE_S = 7 * 86400.0
 #: the run time assumed for a unit of unknown length: nobody should queue behind it
 RUNTIME_S_UNKNOWN = 60.0
+#: how long a unit whose run time is unknown is taken to run, if it makes way no more
+FIXED_S = 3600.0
+#: a queued unit that must be handed back in less than this begins even if it may have to make way
+PATIENT_S = 1.0
+#: so long before the last moment, a booked unit takes the place of one that takes too long
+PRESSING_S = 0.5
 #: how far down the queue to look for a unit that fits, behind one that does not
 BACKFILL_DEPTH = 32
 
@@ -126,6 +136,15 @@ class Admission:
         self._owners: dict[
             Hashable, tuple[str | None, int]
         ] = {}  # of each unit, and its millicores
+        self.bookings = Bookings(
+            capacity, config.promised_share, config.booking_hold_s, config.booking_affirm_s,
+            config.bookings_max,
+        )  # fmt: skip
+        self._booked = Capacity()  # taken by booked units that run
+        self._fixed: dict[Hashable, int] = {}  # units that make way no more → their place
+        self._making_way: dict[Hashable, None] = {}  # they were told to end
+        self._told_to_go: list[Hashable] = []  # the same, and nobody knows yet
+        self._is_due = False  # a booked unit's time has come, and it waits for room
         self.passed_over = False  # one owner was refused for another's sake: tell that one
         self._next_lease = 1
         self._order = 0
@@ -146,13 +165,16 @@ class Admission:
         if self._awaited():
             self._wish(home, room.owner, now)
             return Grant(refusal="busy: kept for a task that needs several peers at once")
+        if self._is_due:
+            self._wish(home, room.owner, now)
+            return Grant(refusal="busy: kept for a task that was promised this time")
         return self._reserve_units(home, room, now)
 
     def _reserve_units(self, home: bytes, room: Room, now: float) -> Grant:
         """As many leases as there is capacity for, at once or queued."""
         needs = room.needs.capacity
         count = min(room.count, max(0, self._config.leases_max - len(self._leases)))
-        immediate = 0 if self._is_draining(now) else min(count, slots(self._free, needs))
+        immediate = 0 if self._is_draining(now) else min(count, self._slots_now(room, now))
         most = self._turns.most(room.owner, needs.millicores, self._free, now)
         others_turn = False
         if most is not None and immediate > most:
@@ -171,10 +193,29 @@ class Admission:
             self._turns.served(room.owner)
         return Grant(leases=leases, queued=queued, wait_s=wait_s, refusal=refusal)
 
+    def _slots_now(self, room: Room, now: float) -> int:
+        """How many such units may begin now. If it is known that they would have to make way for a
+        booked one, they begin elsewhere; unless they have waited long."""
+        needs = room.needs.capacity
+        free = slots(self._free, needs)
+        if not self.bookings or room.runtime_s is None or room.hold:
+            return free
+        return min(free, slots(self._beside(now, room.runtime_s), needs))
+
+    def _beside(self, now: float, runtime_s: float) -> Capacity:
+        """What is neither used nor booked for the whole of that time."""
+        booked = self.bookings.calendar.most(now, now + length_here(runtime_s, 1.0))
+        free = plus(self._free, self._booked)  # what runs and is in the calendar counts there
+        for unit in self._fixed:
+            free = plus(free, self._running[unit][0])
+        return plus(free, booked, -1)
+
     def _busy(self, granted: int) -> str:
         """In words: why not more."""
         why = "no capacity for more" if granted else "busy"
-        return f"{why}: {len(self._running)} running, {len(self._queue)} queued"
+        busy = f"{why}: {len(self._running)} running, {len(self._queue)} queued"
+        promised = len(self.bookings)
+        return f"{busy}, {promised} promised" if promised else busy
 
     def _reserve_gang(self, home: bytes, room: Room, tag: GangTag, now: float) -> Grant:
         gang = self._claim(home, room, tag)
@@ -217,7 +258,8 @@ class Admission:
     def _fits(self, gang: _GangClaim) -> bool:
         """Now. Queued units go first: they were promised to begin soon."""
         full = len(self._leases) >= self._config.leases_max
-        return not self._queue and not full and slots(self._free, gang.room.needs.capacity) > 0
+        busy = self._queue or full or self._is_due
+        return not busy and slots(self._free, gang.room.needs.capacity) > 0
 
     def _awaited(self) -> list[_GangClaim]:
         """Gangs that hold this peer and have no lease yet, the oldest first. (Seldom any.)"""
@@ -318,16 +360,32 @@ class Admission:
     # ----------------------------------------------------------------- deciding
 
     def commit(
-        self, home: bytes, lease_id: int, unit: Hashable, now: float, owner: str | None = None
+        self,
+        home: bytes,
+        lease_id: int,
+        unit: Hashable,
+        now: float,
+        owner: str | None = None,
+        workflow: str = "",
+        ways: int = 0,
     ) -> str:
-        """`run` (it may begin), `wait` (it is queued), or the reason why neither."""
+        """`run` (it may begin), `wait` (it is queued), or the reason why neither. `ways`: how often
+        the unit has made way for booked ones."""
         self.expire(now)
         lease = self._leases.get(lease_id)
+        if lease is None and self.bookings.of(lease_id, workflow) is not None:
+            return self._commit_booked(home, lease_id, unit, owner, workflow)
         if lease is None or lease.home != home:
             self._disband_robbed(home, lease_id)
             return "the lease has expired"
         if unit in self._running or unit in self._queued:
             return "this peer has that unit already"
+        if ways >= self._config.ways_max and self.bookings and not lease.queued:
+            # (its own lease is not free, so it is not counted twice)
+            beside = plus(self._beside(now, lease.runtime_s or FIXED_S), lease.needs)
+            if not slots(beside, lease.needs):
+                return "its place is promised to other work"
+            self._fixed[unit] = self.bookings.fix(lease.needs, lease.runtime_s, now)
         del self._leases[lease_id]
         self._count_lease(lease, -1)
         if owner is not None:
@@ -340,6 +398,18 @@ class Admission:
             return "run"
         self._enqueue(unit, lease, now)
         return "wait"
+
+    def _commit_booked(
+        self, home: bytes, lease_id: int, unit: Hashable, owner: str | None, workflow: str
+    ) -> str:
+        if unit in self._running or unit in self._queued or self.bookings.has(unit):
+            return "this peer has that unit already"
+        verdict = self.bookings.commit(lease_id, workflow, home, unit)
+        if verdict == "wait" and owner is not None:
+            millicores = self.bookings.promises[lease_id].needs.millicores
+            self._owners[unit] = owner, millicores
+            self._turns.count(owner, millicores)
+        return verdict
 
     def _disband_robbed(self, home: bytes, lease_id: int) -> None:
         """A gang whose home still believed in a lease that an older gang has taken: it gathers
@@ -385,11 +455,13 @@ class Admission:
     def starts(self, now: float) -> list[Hashable]:
         """Queued units that may begin now; they count as running from here on."""
         self.expire(now)
-        started: list[Hashable] = []
+        started = self._starts_booked(now) if self.bookings else []
+        if self._is_due:
+            return started
         index = 0
         while index < len(self._queue) and self._free.millicores > 0:
             entry = self._queue[index]
-            if slots(self._free, entry.needs) > 0:
+            if slots(self._free, entry.needs) > 0 and self._stays(entry, now):
                 self._unqueue(entry)
                 self._free = plus(self._free, entry.needs, -1)
                 self._run(entry.unit, entry.needs, entry.runtime_s)
@@ -402,10 +474,110 @@ class Admission:
                 break
         return started
 
+    def _stays(self, entry: _Queued, now: float) -> bool:
+        """False: it is known that it would have to make way."""
+        if not self.bookings or entry.runtime_s is None or entry.hand_back_at - now < PATIENT_S:
+            return True
+        return slots(self._beside(now, entry.runtime_s), entry.needs) > 0
+
+    # ----------------------------------------------------------------- what was booked
+
+    def _starts_booked(self, now: float) -> list[Hashable]:
+        """Booked units that begin now, the earliest deadline first. Where one's time has come and
+        there is no room, others are told to make way, and nothing else begins meanwhile."""
+        self.bookings.tick(now)
+        started: list[Hashable] = []
+        kept = Capacity()  # for units that wait for room
+        self._is_due = False
+        for promise in self.bookings.waiting():
+            is_due = promise.booking.start_at <= now
+            if is_due and not slots(plus(self._free, kept, -1), promise.needs):
+                self._make_room(promise, plus(self._free, kept, -1), now)
+            if slots(plus(self._free, kept, -1), promise.needs):
+                if self.bookings.may_begin(promise, now):
+                    self._begin_booked(promise, now)
+                    started.append(promise.unit)
+            elif is_due:
+                self._is_due = True
+                kept = plus(kept, promise.needs)
+        return started
+
+    def _begin_booked(self, promise: Commitment, now: float) -> None:
+        self.bookings.begin(promise, now)
+        self._free = plus(self._free, promise.needs, -1)
+        self._booked = plus(self._booked, promise.needs)
+
+    def _make_room(self, promise: Commitment, free: Capacity, now: float) -> None:
+        """Tells as much as is needed to make way, if it is enough: leases that nobody has taken up,
+        then the youngest units that were promised nothing, then units that take longer than they
+        said, if it is high time."""
+        for unit in self._making_way:
+            free = plus(free, self._needs_of(unit))
+        leases: list[int] = []
+        units: list[Hashable] = []
+        for lease_id, unit, needs in self._may_make_way(promise, now):
+            if slots(free, promise.needs):
+                break
+            free = plus(free, needs)
+            if lease_id:
+                leases.append(lease_id)
+            else:
+                units.append(unit)
+        if not slots(free, promise.needs):
+            return
+        for lease_id in leases:
+            self._take_back(lease_id)
+        self._told_to_go += units
+        self._making_way.update(dict.fromkeys(units))
+
+    def _may_make_way(
+        self, promise: Commitment, now: float
+    ) -> Iterator[tuple[int, Hashable, Capacity]]:
+        for lease_id, lease in reversed(self._leases.items()):
+            if not lease.queued:
+                yield lease_id, None, lease.needs
+        for unit, (needs, _) in reversed(self._running.items()):
+            if unit not in self._fixed and unit not in self._making_way:
+                yield 0, unit, needs
+        booking = promise.booking
+        if now + PRESSING_S >= booking.due_at - booking.length_s:
+            for over in self.bookings.overrunning(now):
+                if over.workflow != promise.workflow and over.unit not in self._making_way:
+                    yield 0, over.unit, over.needs
+
+    def _needs_of(self, unit: Hashable) -> Capacity:
+        running = self._running.get(unit)
+        if running is not None:
+            return running[0]
+        promise = self.bookings.promise_of(unit)
+        return promise.needs if promise is not None and promise.running else Capacity()
+
+    def _take_back(self, lease_id: int) -> None:
+        gang = self._gangs.get(self._leases[lease_id].gang or (b"", 0))
+        self._drop(lease_id)
+        if gang is not None:
+            gang.robbed = lease_id
+            if not gang.room.hold:
+                self._disband(gang.key)
+
+    def told_to_go(self) -> list[Hashable]:
+        """Units that must make way now, each named once."""
+        units, self._told_to_go = self._told_to_go, []
+        return units
+
     def release(self, unit: Hashable) -> bool:
         """The unit ended, was cancelled, or is handed back; True if it was here."""
         owner, millicores = self._owners.pop(unit, (None, 0))
         self._turns.count(owner, -millicores)
+        self._making_way.pop(unit, None)
+        if unit in self._fixed:
+            self.bookings.unfix(self._fixed.pop(unit))
+        promise = self.bookings.ended(unit)
+        if promise is not None:
+            if promise.running:
+                self._free = plus(self._free, promise.needs)
+                self._booked = plus(self._booked, promise.needs, -1)
+            return True
         if unit in self._running:
             needs, work = self._running.pop(unit)
             self._running_work -= work
@@ -419,7 +591,10 @@ class Admission:
     def give_back(self, home: bytes, leases: tuple[int, ...], gangs: tuple[int, ...] = ()) -> None:
         for lease_id in leases:
             lease = self._leases.get(lease_id)
-            if lease is None or lease.home != home:
+            if lease is None:
+                self.bookings.let_go(lease_id, home)
+                continue
+            if lease.home != home:
                 continue
             if lease.gang is None or not self._disband(lease.gang):
                 self._drop(lease_id)
@@ -435,17 +610,20 @@ class Admission:
     def forsake(self, home: bytes) -> bool:
         """The home is dead or was restarted, and will never use its reservations. True if that
         freed capacity."""
+        held = self.bookings.forsake(home)
         if not (self._leases or self._gangs or self._wishes):
-            return False
+            return held
         dropped = [n for n, lease in self._leases.items() if lease.home == home]
         for lease_id in dropped:
             self._drop(lease_id)
         gone = [self._disband(key) for key in list(self._gangs) if key[0] == home]
         self._wishes.pop(home, None)
-        return bool(dropped or gone)
+        return bool(dropped or gone or held)
 
     def expire(self, now: float) -> None:
         self._turns.forget(now)
+        if self.bookings:
+            self.bookings.expire(now)
         # leases live equally long, so the oldest expires first
         while self._leases:
             lease_id, lease = next(iter(self._leases.items()))
@@ -490,6 +668,8 @@ class Admission:
         self.passed_over = False
         if self._queue or self._free.millicores <= 0 or self.closed or self._awaited():
             return None
+        if self._is_due:
+            return None
         while self._wishes:
             home = next(iter(self._wishes))
             if self._turns.contended:
@@ -516,8 +696,9 @@ class Admission:
         return self._free, queue_s, units, self._queue_share()
 
     def _is_draining(self, now: float) -> bool:
-        """This peer keeps capacity free, for a gang or for the unit at the head of the queue."""
-        if self._awaited():
+        """This peer keeps capacity free, for a gang, a booked unit or the one at the head of the
+        queue."""
+        if self._awaited() or self._is_due:
             return True
         return bool(self._queue) and now - self._queue[0].since > self._config.backfill_s_max
 
@@ -528,15 +709,17 @@ class Admission:
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return len(self._running) + sum(1 for _ in self.bookings.running())
 
     @property
     def queued(self) -> int:
         return len(self._queue)
 
-    def next_event_at(self) -> float | None:
-        """When something changes by itself: a lease expires, or a unit is to be handed back."""
-        times = [next(iter(self._leases.values())).expires_at] if self._leases else []
+    def next_event_at(self, now: float) -> float | None:
+        """When something changes by itself: a lease expires, a unit is to be handed back, or a
+        booked one's time comes."""
+        times = [self.bookings.next_event_at(now)] if self.bookings else []
+        times += [next(iter(self._leases.values())).expires_at] if self._leases else []
         if self._gangs:
             times.append(next(iter(self._gangs.values())).expires_at)
         if self._queue and self._hand_back_at < math.inf:
@@ -553,11 +736,17 @@ class Admission:
         for lease in self._leases.values():
             if not lease.queued:
                 used = plus(used, lease.needs)
+        used = plus(used, self._booked)
         assert used == self.capacity, f"capacity leaked: {used} of {self.capacity}"
         assert min(self._free) >= 0, f"over-booked: {self._free}"
         assert self._queue == sorted(self._queue), "the queue is out of order"
         assert len(self._queue) == len(self._queued), "the queue and its index differ"
         assert self._queued_leases == sum(lease.queued for lease in self._leases.values())
+        booked = Capacity()
+        for promise in self.bookings.running():
+            booked = plus(booked, promise.needs)
+        assert booked == self._booked, "booked units and their capacity differ"
+        assert set(self._fixed) <= set(self._running), "the place of a unit that is gone"
         self._check_owners()
         self._check_gangs()
 
@@ -568,7 +757,8 @@ class Admission:
         for owner, millicores in self._owners.values():
             held.update({owner: millicores} if owner is not None else {})
         assert all(self._turns.held(owner) == count for owner, count in held.items())
-        assert len(self._owners) <= len(self._running) + len(self._queued)
+        here = len(self._running) + len(self._queued) + len(self.bookings)
+        assert len(self._owners) <= here
 
     def _check_gangs(self) -> None:
         leases = {lease.gang: n for n, lease in self._leases.items() if lease.gang is not None}

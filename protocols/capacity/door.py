@@ -34,6 +34,7 @@ from ..wire.messages import (
 from ..wire.rpc import Rpc
 from .admission import Admission
 
+MADE_WAY = "it made way for a task that was promised its place"
 OVERDUE = "the unit waited longer in this peer's queue than was promised"
 
 #: called with a home's message after `Admission` has dealt with it
@@ -58,6 +59,10 @@ class Occupant(Protocol):
     def hand_back(self, unit: Hashable, reason: str) -> None:
         """It has waited for too long. (The occupant calls `release`.)"""
 
+    def make_way(self, unit: Hashable, reason: str) -> None:
+        """It runs, and must end for one that was promised its place. (The occupant calls
+        `release` when it has ended.)"""
+
 
 class Guest:
     """An occupant that takes every unit that fits; subclasses define `start`."""
@@ -72,6 +77,9 @@ class Guest:
         pass
 
     def hand_back(self, unit: Hashable, reason: str) -> None:
+        pass
+
+    def make_way(self, unit: Hashable, reason: str) -> None:
         pass
 
 
@@ -122,6 +130,8 @@ class Door:
         now = self._now()
         for unit in self.admission.starts(now):
             self._occupant.start(unit)
+        for unit in self.admission.told_to_go():
+            self._occupant.make_way(unit, MADE_WAY)
         for unit in self.admission.overdue(now):
             self._occupant.hand_back(unit, OVERDUE)
         homes = self.admission.meet_gangs(now)
@@ -132,6 +142,10 @@ class Door:
                 self._rpc.tell(contact, Vacancy(free=self.admission.free))
         self._set_timer()
         self._room_changed()
+
+    def booked(self) -> None:
+        """Bookings were made or changed."""
+        self._set_timer()
 
     # ----------------------------------------------------------------- messages
 
@@ -163,7 +177,7 @@ class Door:
             if refusal is None:
                 continue  # a repeat: the unit is here
             verdict = refusal or self.admission.commit(
-                sender.id, work.lease, work.key, now, work.owner
+                sender.id, work.lease, work.key, now, work.owner, work.key.workflow, work.ways
             )
             if verdict not in ("run", "wait"):
                 refused.append((work.key, verdict))
@@ -190,7 +204,7 @@ class Door:
 
     def _set_timer(self) -> None:
         """A timer that is set for earlier stays: it sets the next one."""
-        at = self.admission.next_event_at()
+        at = self.admission.next_event_at(self._now())
         if at is None:
             return
         if self._timer is not None:

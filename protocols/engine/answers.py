@@ -36,6 +36,7 @@ from ..wire.messages import (
 from ..wire.rpc import Rpc
 from .home import UNACKNOWLEDGED, Home
 from .journal import Recorded
+from .promises import NoEstimate
 from .run import FINAL, STATES, AttemptState, Run, TaskState
 from .work import deadline_at
 
@@ -66,12 +67,14 @@ class ApiError(Exception):
         detail: str,
         errors: list[views.FieldProblem] | None = None,
         lasting: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.errors = errors or []
         self.lasting = lasting  # asking again in a moment won't help
+        self.more = more  # further fields of its problem document
 
 
 Body = BaseModel | bytes  # bytes are JSON already
@@ -206,8 +209,9 @@ class Answers:
             counts={s: run.counts[s] for s in STATES if run.counts[s]},
             submitted_at=run.submitted_at,
             ended_at=run.ended_at,
-            deadline_at=deadline,
+            deadline_at=run.promise.deadline_at if run.promise is not None else deadline,
             late=deadline is not None and end > deadline,
+            promise=self._promise(run),
             home=self._me,
             keepers=_hex(self._home.keepers(run)),
             risk="" if run.over else self._home.risk(run),
@@ -220,6 +224,34 @@ class Answers:
             delivering=dict(list(run.delivering.items())[:10]),
             bytes={where: run.moved[where] for where in Moved._fields},
         )
+
+    def _promise(self, run: Run) -> views.PromiseView | None:
+        promise = run.promise
+        if promise is None:
+            return self._no_promise(run)
+        return views.PromiseView(
+            state=promise.state,
+            why=promise.why,
+            cause=promise.cause,
+            deadline_at=promise.deadline_at,
+            ends_at=promise.ends_at if promise.is_open else run.ended_at,
+            slack_s=promise.deadline_at - promise.ends_at if promise.is_open else None,
+            survives=promise.survives,
+            risk=promise.risk,
+            rebooked=promise.rebooked,
+            confirmed=promise.confirmed,
+            booked=len(promise.slots) if promise.is_open else 0,
+        )
+
+    def _no_promise(self, run: Run) -> views.PromiseView | None:
+        if run.workflow.deadline is None:
+            return None
+        try:
+            why = self._home.promises.why_none(run.workflow, run.owner)
+        except NoEstimate as error:
+            why = f"{error.tasks[0]} has no run time"
+        why = why or "when it was submitted, the deadline could not be promised"
+        return views.PromiseView(state="none", why=why)
 
     def _waiting(self, run: Run) -> list[views.Failure]:
         if not run.counts["pending"]:
@@ -356,6 +388,7 @@ class Answers:
                 **_shown_value(task),
                 "level": run.level_of(task.id),
                 "rank": run.ranks[task.id],
+                "slot": _slot(run, task.id),
                 "history": [self._attempt(a) for a in task.attempts],
             }
         )
@@ -552,3 +585,10 @@ def _events_after(rows: list[Recorded], seq: int, index: int) -> tuple[list[dict
 
 def _hex(peer_ids: tuple[bytes, ...]) -> list[str]:
     return [peer_id.hex() for peer_id in peer_ids]
+
+
+def _slot(run: Run, task: str) -> views.SlotView | None:
+    row = run.promise.slots.get(task) if run.promise is not None else None
+    if row is None:
+        return None
+    return views.SlotView(task=task, peer=row.peer.hex(), start_at=row.start_at, end_at=row.end_at)

@@ -33,9 +33,11 @@ from ..wire.entries import (
     InputsStaged,
     Journaled,
     LostAttempt,
+    PromiseEnded,
     ReopenedTask,
     SkippedTask,
     StartedAttempt,
+    TasksBooked,
     TasksReopened,
     TasksSkipped,
 )
@@ -45,6 +47,7 @@ from .alternatives import mend_branch
 from .effects import CancelCounts, InputsCount, ResultsCount, WhenCommitted
 from .gangs import Mending, mend
 from .judge import LOSSES_MAX, WON, counts, judge
+from .promise import CANCELLED, FAILED
 from .run import FINAL, AttemptState, Pending, Run, TaskState, WaitAgain
 from .work import wire_needs
 
@@ -315,11 +318,19 @@ class Decision:
         run = self.run
         deadline = self._around.deadline_at(run)
         for gang, together in self._together(tasks):
+            if self._lacks_slot(together[0]):
+                self._do(effects.BookMissing())
+                continue
             if not all(run.is_ready(t) and self._inputs_held(t) for t in together):
                 continue
             parts = [self._unit(t, deadline) for t in together]
             run.note(Pending(tuple(t.id for t in together)))
             yield from [_gang(parts)] if gang else parts
+
+    def _lacks_slot(self, task: TaskState) -> bool:
+        """It was promised a slot and has lost it: it gets another one first."""
+        promise = self.run.promise
+        return promise is not None and promise.is_open and task.id not in promise.slots
 
     def _together(
         self, tasks: list[TaskState]
@@ -358,6 +369,7 @@ class Decision:
                 if a.state in ("failed", "lost") or (a.state == "returned" and _began(a))
             )
         spec = run.workflow.tasks[task.id]
+        slot = run.promise.slots.get(task.id) if run.promise is not None else None
         return Unit(
             self._next_key(task.id),
             wire_needs(run.needs(task.id)),
@@ -369,6 +381,7 @@ class Decision:
             reads_of(filter(None, map(run.file, spec.inputs))),
             run.workflow.rank,
             run.owner,
+            booked=None if slot is None else (slot.peer, slot.lease),
         )
 
     def _near(self, task: Task) -> frozenset[bytes]:
@@ -425,6 +438,49 @@ class Decision:
         if self.run.tasks[task].state == "retrying":
             self.run.note(WaitAgain((task,)))
             self.place_ready([self.run.tasks[task]])
+
+    # ----------------------------------------------------------------- promises
+
+    def book(self, entry: TasksBooked) -> None:
+        """Tasks have other slots; those that were about to be sent elsewhere are taken back."""
+        run = self.run
+        self.write(entry)
+        tasks = [run.tasks[row.task] for row in entry.booked]
+        pending = [task for task in tasks if task.state == "pending"]
+        if pending:
+            self._do(effects.Withdraw(tuple(self._next_key(task.id) for task in pending)))
+            run.note(WaitAgain(tuple(task.id for task in pending)))
+        self.place_ready([task for task in tasks if task.state == "waiting"])
+
+    def break_promise(self) -> None:
+        """The deadline has passed. What is left runs like any other work, or is given up."""
+        promise = self.run.promise
+        if promise is None or not promise.is_open:
+            return
+        worst = promise.worst()
+        self.write(PromiseEnded(kept=False, cause=worst.cause, why=worst.why))
+        self._do(effects.Count("promises_broken"))
+        if self.run.workflow.promise.on_broken == "cancel":
+            self.cancel(f"its promise was broken: {worst.why}")
+        else:
+            self.place_ready()
+
+    def _end_promise(self, state: str, reason: str) -> None:
+        """The workflow is over: was its promise kept?"""
+        promise = self.run.promise
+        if promise is None or not promise.is_open:
+            return
+        if state == "succeeded" and self._around.now() <= promise.deadline_at:
+            self.write(PromiseEnded(kept=True, cause="", why=""))
+            self._do(effects.Count("promises_kept"))
+            return
+        cause, why = promise.worst().cause, promise.worst().why
+        if state == "cancelled":
+            cause, why = CANCELLED, reason
+        elif state == "failed":
+            cause, why = FAILED, reason
+        self.write(PromiseEnded(kept=False, cause=cause, why=why))
+        self._do(effects.Count("promises_broken"))
 
     # ----------------------------------------------------------------- gangs and branches
 
@@ -515,6 +571,7 @@ class Decision:
         if conclusion is None:
             return
         state, reason = conclusion
+        self._end_promise(state, reason)
         self.write(Ended(state=state, reason=reason))
         for gang in self.run.gangs:
             self.withdraw_gang(gang)

@@ -73,6 +73,11 @@ class BringInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class BookMissing:
+    """Books slots for tasks that were promised one and have none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deliver:
     """Delivers the results that are made to where the document wants them."""
 

@@ -25,7 +25,7 @@ from ..consensus.placement import is_queued
 from ..data.transfer import Transfer
 from ..membership.liveness import Liveness
 from ..membership.members import Members
-from ..ports import Blobs, JournalStorage, Launcher, OutboxStorage, StorageElements
+from ..ports import Blobs, BookingStorage, JournalStorage, Launcher, OutboxStorage, StorageElements
 from ..records import Records
 from ..strategies.base import Placed, is_worth_reading
 from ..strategies.gangs import Gangs
@@ -73,6 +73,7 @@ class Enactment:
         exchange: Exchange | None = None,
         targets: Callable[[Home], Targets] | None = None,
         gateway: Callable[..., Gateway] = Gateway,
+        bookings: BookingStorage | None = None,
     ) -> None:
         self.members = members
         self._liveness = liveness
@@ -107,11 +108,13 @@ class Enactment:
         files = FileEvents(lambda: blobs.cache.prefixes)
         context = Context(
             rpc, members, liveness, clock, rng, config, door, files, self._placed,
-            self.home.estimate,
+            self.home.estimate, bookings,
         )  # fmt: skip
         self.services = services(context)
         for service in self.services.values():
             self.home.use(service.strategy)
+            if service.planner is not None and self.home.targets.may_promise:
+                self.home.promises.planner = service.planner
         site = self.service(PilotsService)
         self.relay = Relay(rpc, members, site.site, site.pilots, rng, exchange)
         self.home.reception.relay = self.relay.report
@@ -149,6 +152,8 @@ class Enactment:
     def load(self) -> None:
         """Loads what an earlier process of this peer left on disk. No message was handled yet."""
         self.keeping.load()
+        for service in self.services.values():
+            service.load()
         self.outbox.load()
 
     def settle(self) -> None:
@@ -167,6 +172,7 @@ class Enactment:
             ("relay", self.relay.run),
             ("relayed", self.relay.outstanding.watch),
             ("outstanding", self.home.outstanding.watch),
+            ("promises", self.home.promises.watch),
             ("retention", self.retention.run),
             ("catalog", self._transfer.run),
             ("stragglers", self.home.stragglers.watch),

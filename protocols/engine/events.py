@@ -19,11 +19,17 @@ from ..wire.entries import (
     InputsLost,
     InputsStaged,
     Journaled,
+    PromiseAtRisk,
+    Promised,
+    PromiseEnded,
     Submitted,
+    TasksBooked,
     TasksReopened,
     TasksSkipped,
 )
 from ..wire.messages import Outcome
+
+BOOKED_SHOWN_MAX = 20
 
 
 def of_entry(seq: int, at: float, said: Journaled) -> Iterator[dict[str, Any]]:
@@ -87,6 +93,29 @@ def _cancel_asked(said: CancelAsked) -> Iterator[dict[str, Any]]:
     yield {"type": "workflow", "state": "cancelling", "reason": said.reason}
 
 
+def _promised(said: Promised) -> Iterator[dict[str, Any]]:
+    made = {"deadline_at": said.deadline_at, "survives": said.survives}
+    yield {"type": "promise", "state": "made", **made}
+
+
+def _tasks_booked(said: TasksBooked) -> Iterator[dict[str, Any]]:
+    tasks = [row.task for row in said.booked[:BOOKED_SHOWN_MAX]]
+    count = len(said.booked)
+    yield {"type": "promise", "state": "booked", "tasks": tasks, "count": count, "reason": said.why}
+
+
+def _promise_at_risk(said: PromiseAtRisk) -> Iterator[dict[str, Any]]:
+    state = "at-risk" if said.why else "on-time"
+    yield {"type": "promise", "state": state, "ends_at": said.ends_at, "reason": said.why}
+
+
+def _promise_ended(said: PromiseEnded) -> Iterator[dict[str, Any]]:
+    if said.kept:
+        yield {"type": "promise", "state": "kept"}
+    else:
+        yield {"type": "promise", "state": "broken", "cause": said.cause, "reason": said.why}
+
+
 def _ended(said: Ended) -> Iterator[dict[str, Any]]:
     yield {"type": "workflow", "state": said.state, "reason": said.reason, "final": True}
 
@@ -103,6 +132,10 @@ _EVENTS: dict[type[Journaled], Callable[[Any], Iterator[dict[str, Any]]]] = {
     TasksReopened: _tasks_reopened,
     HomeElected: _home_changed,
     HomeForced: _home_changed,
+    Promised: _promised,
+    TasksBooked: _tasks_booked,
+    PromiseAtRisk: _promise_at_risk,
+    PromiseEnded: _promise_ended,
     CancelAsked: _cancel_asked,
     Ended: _ended,
 }

@@ -46,7 +46,7 @@ from ..wire.rpc import CallFailed, Rpc
 from .explain import FENCED
 from .fencing import Fencing
 from .outbox import Outbox
-from .outcomes import LOOK_S, NURSERY_DIED, WORKER_DIED, outcome, too_long
+from .outcomes import LOOK_S, MADE_WAY_CAUSE, NURSERY_DIED, WORKER_DIED, outcome, too_long
 
 log = logging.getLogger("valence.executor")
 
@@ -77,6 +77,7 @@ class _Held:
     attempt: Attempt | None = None
     losses: int = 0  # how many nurseries had been lost when it began
     ahead: _Ahead | None = None
+    making_way: str = ""  # it was told to end and is handed back: why
 
 
 class Executor:
@@ -156,6 +157,20 @@ class Executor:
             self._door.release(unit)
             self.counts["handed_back"] += 1
             self._keep(held, {"kind": "returned", "reason": reason})
+
+    def make_way(self, unit: Hashable, reason: str) -> None:
+        held = self._held.get(cast(AttemptKey, unit))
+        if held is None or held.state != "running":
+            return
+        self.counts["made_way"] += 1
+        held.making_way = reason
+        if held.task is not None:
+            held.task.cancel()
+            return
+        worker = self._part_from_worker(held)
+        if worker is not None:
+            self._processes.discard(worker)
+            self._ended(held, _made_way(reason))
 
     def _rehome(self, workflow: str, home: bytes) -> None:
         for held in self._held.values():
@@ -306,6 +321,9 @@ class Executor:
 
     def _aborted(self, held: _Held) -> None:
         if self._held.get(held.work.key) is held and held.state == "running":
+            if held.making_way:
+                self._ended(held, _made_way(held.making_way))
+                return
             del self._held[held.work.key]
             self._door.release(held.work.key)
             self.counts["aborted"] += 1
@@ -368,6 +386,7 @@ class Executor:
 
     def _end(self, held: _Held) -> None:
         """Stops a running attempt. (If it is an asyncio task, that does the rest itself.)"""
+        held.making_way = ""
         if held.task is not None:
             held.task.cancel()
             return
@@ -428,7 +447,7 @@ class Executor:
                 break
             news.clear()
             told = asyncio.ensure_future(news.wait())
-            until = min(deadline, admission.next_event_at() or deadline)
+            until = min(deadline, admission.next_event_at(self._now()) or deadline)
             await asyncio.wait(
                 [told, hurry],
                 timeout=max(0.01, until - self._now()),
@@ -463,6 +482,10 @@ class Executor:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _made_way(reason: str) -> dict[str, object]:
+    return {"kind": "returned", "reason": reason, "cause": MADE_WAY_CAUSE}
 
 
 def _moved(by_attempt: object, ahead: Moved) -> Moved:

@@ -11,6 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -42,6 +43,7 @@ from .acceptance import AlreadyHere
 from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError, moving
 from .home import Home
 from .locate import SILENT_S, VOID_HOME, Locate
+from .promises import NoEstimate, NotPromised, never_in_time
 from .work import due_at, is_much, read_document
 
 log = logging.getLogger("valence.gateway")
@@ -53,6 +55,10 @@ LATE_S = 0.25
 EVENTS_TIMEOUT_S = 25.0  # the home may wait for events
 READERS_MAX = 2
 BROKEN_OFF_MAX = 8
+PROBLEMS_MAX = 100
+#: the type of a problem document: no plan meets the deadline
+INFEASIBLE = "urn:valence:deadline-infeasible"
+FAR_S = 365 * 86400  # the deadline of a plan for a document without one
 
 
 class Gateway:
@@ -188,8 +194,15 @@ class Gateway:
             if not new:
                 return workflow_id, False
         self._check_deadline(workflow)
+        accept = str(options.pop("accept", ""))
         try:
-            run = await self._home.submit(text, workflow, workflow_id, options, owner, patient)
+            run = await self._home.submit(
+                text, workflow, workflow_id, options, owner, patient, accept
+            )
+        except NotPromised as refusal:
+            raise self._not_promised(refusal) from None
+        except NoEstimate as error:
+            raise _no_estimate(error) from None
         except Refused as error:
             raise ApiError(503, error.text) from None
         except ValidationError as error:
@@ -202,6 +215,60 @@ class Gateway:
             unwritten = f"the workflow can't be written to this peer's disk: {error}"
             raise ApiError(507, unwritten) from None
         return run.id, True
+
+    async def plan(self, text: bytes, options: dict[str, Any], owner: str) -> views.PlanView:
+        """The plan that a submission would get now. Nothing is submitted or kept."""
+        try:
+            workflow = await self._read(text, options, owner)
+        except DocumentError as error:
+            raise _invalid(error) from None
+        self._check_deadline(workflow)
+        if workflow.deadline is None:
+            workflow = replace(workflow, deadline=str(FAR_S))
+        workflow_id = new_id(self._rpc.me.id, self._rng, self.prefix)
+        try:
+            why = self._home.promises.why_none(workflow, owner)
+        except NoEstimate as error:
+            raise _no_estimate(error) from None
+        if why:
+            raise ApiError(422, f"nothing can be planned: {why}")
+        due = due_at(workflow, self._home.now()) or 0.0
+        why, promises = "", self._home.promises
+        try:
+            admitted = await promises.admit(workflow_id, workflow, owner, text)
+        except NotPromised as refusal:
+            why = refusal.why
+            if not refusal.offer:
+                return views.PlanView(feasible=False, why=why, deadline_at=due)
+            admitted = await promises.admit(workflow_id, workflow, owner, text, refusal.offer)
+        promises.release(admitted)
+        rows = admitted.entry.booked
+        return views.PlanView(
+            feasible=not why,
+            why=why,
+            deadline_at=due,
+            ends_at=max(row.end_at for row in rows),
+            survives=admitted.entry.survives,
+            asked=admitted.plan.asked,
+            tasks=[
+                views.SlotView(
+                    task=row.task, peer=row.peer.hex(), start_at=row.start_at, end_at=row.end_at
+                )
+                for row in rows
+            ],
+        )
+
+    def _not_promised(self, refusal: NotPromised) -> ApiError:
+        now = self._home.now()
+        earliest = refusal.earliest_at
+        return ApiError(
+            409,
+            never_in_time(refusal.why, earliest, now),
+            type=INFEASIBLE,
+            earliest_at=earliest,
+            earliest_in_s=None if earliest is None else max(0.0, earliest - now),
+            offer=refusal.offer or None,
+        )
 
     def _check_deadline(self, workflow: Workflow) -> None:
         now = self._home.now()
@@ -320,6 +387,20 @@ class Gateway:
             pid=described.pid if described and contact.host.startswith("127.") else None,
             me=me,
         )
+
+
+def _no_estimate(error: NoEstimate) -> ApiError:
+    errors = [
+        views.FieldProblem(
+            pointer=f"/tasks/{name.partition('[')[0].replace('~', '~0').replace('/', '~1')}",
+            message="runtime is missing: how long it takes on a peer of speed 1",
+        )
+        for name in error.tasks[:PROBLEMS_MAX]
+    ]
+    count = len(error.tasks)
+    listed = error.tasks[0] if count == 1 else f"{error.tasks[0]} and {count - 1} more tasks"
+    need = "need a runtime" if count > 1 else "needs a runtime"
+    return ApiError(422, f"{listed} {need}: without it no deadline can be promised", errors)
 
 
 def _never_accepted(workflow_id: str, question: str) -> ApiError:

@@ -48,6 +48,7 @@ from .losses import Losses
 from .outstanding import Outstanding
 from .performer import Deciding, Performer
 from .placements import Placements
+from .promises import Admitted, NotPromised, Promises
 from .reception import Reception
 from .replication import Replication
 from .run import NeverWritten, Run, TaskState, WaitAgain
@@ -63,6 +64,7 @@ log = logging.getLogger("valence.home")
 PUBLISH_S = 0.3
 RUNTIME_S_MAX = 1e8
 CREATE_S_MAX = 10.0
+UNPROMISED = "its submission was interrupted before its deadline was promised"
 UNACKNOWLEDGED = "its submission could not be acknowledged"
 KEEPERS_SILENT = "too few of the peers that are to keep the workflow answered"
 
@@ -131,11 +133,17 @@ class Home:
         around = HomeSurroundings(
             rpc.me.id, members, blobs, self.outstanding, self.targets, clock, lambda: self.closed
         )
+        self.promises = Promises(
+            runs=self.runs, members=members, deciding=self.deciding, epoch=journal.keeping.epoch,
+            clock=clock, new_id=lambda: f"{rng.getrandbits(64):016x}", spawn=self._spawn,
+            counts=self.counts,
+        )  # fmt: skip
         self._performer = Performer(
             runs=self.runs, journal=journal, surroundings=around, targets=self.targets,
             strategies=self._strategies, strategy=self.strategy, experience=self._experience,
             counts=self.counts, rng=rng, start=self.placements.start,
-            bring_inputs=self.inputs.bring, deliver=self._delivery.begin, conclude=self._concluded,
+            bring_inputs=self.inputs.bring, deliver=self._delivery.begin,
+            book_missing=self.promises.book_missing, conclude=self._concluded,
         )  # fmt: skip
         members.listen(self.losses.member_changed, at_stake=self._active)
 
@@ -155,7 +163,9 @@ class Home:
         if imposed is not None:
             return imposed
         name = run.workflow.strategy
-        return self._strategies["probe" if name == "auto" else name]
+        if name == "auto":
+            name = "probe" if run.promise is None else "deadline"
+        return self._strategies[name]
 
     def deciding(self, run: Run) -> Deciding:
         """`with` this, decide; the effects are performed at its end."""
@@ -171,8 +181,10 @@ class Home:
         options: dict[str, object],
         owner: str,
         patient: bool = False,
+        accept: str = "",
     ) -> Run:
-        """On disk when this returns; `patient`: its user waits for its end anyway."""
+        """On disk when this returns; `patient`: its user waits for its end anyway. `accept`: the
+        offer of a plan that ends later than the document asks for."""
         refusal = self.targets.refusal(workflow)
         if refusal:
             raise Refused("targets", refusal)
@@ -185,6 +197,43 @@ class Home:
         make = partial(Run, workflow_id, workflow, self._clock(), self._rpc.me.id, owner)
         run = await made(make, is_much(text))
         self._acceptance.check(workflow_id, workflow, owner, named)  # others may have come since
+        admitted = await self._admit(workflow_id, workflow, owner, text, accept)
+        if admitted is None:
+            return await self._create(run, text, about, patient, named)
+        options["promised"] = True
+        about = about._replace(options=json.dumps(options))
+        run.submitted_at = self._clock()  # planning took its time
+        try:
+            self._acceptance.check(workflow_id, workflow, owner, named)
+            return await self._create(run, text, about, patient, named, admitted)
+        except BaseException:
+            self.promises.release(admitted)
+            raise
+
+    async def _admit(
+        self, workflow_id: str, workflow: Workflow, owner: str, text: bytes, accept: str
+    ) -> Admitted | None:
+        """The plan of a workflow that is to be done by its deadline. None: it is promised nothing.
+        `NotPromised` if it can't be done in time."""
+        if not accept and (workflow.deadline is None or self.promises.why_none(workflow, owner)):
+            return None
+        try:
+            return await self.promises.admit(workflow_id, workflow, owner, text, accept)
+        except NotPromised:
+            if workflow.promise.infeasible == "best-effort" and not accept:
+                return None
+            raise
+
+    async def _create(
+        self,
+        run: Run,
+        text: bytes,
+        about: About,
+        patient: bool,
+        named: bool,
+        admitted: Admitted | None = None,
+    ) -> Run:
+        workflow_id = run.id
         first, at, written = self.journal.create(workflow_id, about, text, patient, named)
         run.apply(first, at, self.journal.keeping.epoch(workflow_id))
         # While it is being written, peers are found for it. No other peer is told before it is
@@ -192,6 +241,9 @@ class Home:
         self.runs.begin(run)
         self._creating[workflow_id] = created = asyncio.get_running_loop().create_future()
         try:
+            if admitted is not None:
+                with self.deciding(run) as decide:
+                    decide.write(admitted.entry)
             self._begin(run)
             await asyncio.shield(written)
             async with asyncio.timeout(CREATE_S_MAX):
@@ -208,6 +260,7 @@ class Home:
             self._creating.pop(workflow_id, None)
             created.set_result(None)
         self.counts["submitted"] += 1
+        self.counts["promises_made"] += admitted is not None
         return run
 
     def _undo(self, run: Run) -> None:
@@ -271,6 +324,9 @@ class Home:
             return
         self.counts["homes_taken"] += 1
         self.runs.begin(run)
+        if run.to_be_promised and run.promise is None and not run.cancelling:
+            self._cancel(run, UNPROMISED)
+            return
         run.note(WaitAgain(tuple(t.id for t in run.tasks.values() if t.state == "retrying")))
         self.targets.resume(run)
         with self.deciding(run) as decide:
@@ -295,6 +351,7 @@ class Home:
             self._begin(run)
 
     def _begin(self, run: Run) -> None:
+        self.promises.begin(run)
         self._unpublished.add(run.id)
         if len(self._unpublished) == 1:
             now = asyncio.get_running_loop().time()
@@ -427,6 +484,7 @@ class Home:
 
     def _concluded(self, run: Run, state: str) -> None:
         self.runs.end(run)
+        self.promises.ended(run)
         self.inputs.stop(run.id)
         self.counts[f"workflows_{state}"] += 1
         if run.id in self._waiters:

@@ -10,6 +10,7 @@ from ..wire.messages import CHECKED_OUTCOME, Outcome, Work
 
 #: why an attempt is handed back: its inputs or outputs need more than this peer has in all
 NO_ROOM = "room"
+MADE_WAY_CAUSE = "way"  # a promised task took its place
 WORKER_DIED = "the worker process died during the call"
 NURSERY_DIED = "the process that starts tasks on the peer ended"
 LOOK_S = 0.5  # between two looks at what a task uses

@@ -66,6 +66,7 @@ class Performer:
         start: Callable[[Run, tuple[Placed, ...]], None],
         bring_inputs: Callable[[Run], None],
         deliver: Callable[[Run], None],
+        book_missing: Callable[[Run], None],
         conclude: Callable[[Run, str], None],
     ) -> None:
         self._runs = runs
@@ -80,6 +81,7 @@ class Performer:
         self._start_placed = start
         self._begin_inputs = bring_inputs
         self._begin_delivery = deliver
+        self._book_slots = book_missing
         self._concluded = conclude
 
     def deciding(self, run: Run) -> Deciding:
@@ -153,6 +155,9 @@ class Performer:
     def _bring_inputs(self, run: Run, effect: effects.BringInputs) -> None:
         self._begin_inputs(run)
 
+    def _book_missing(self, run: Run, effect: effects.BookMissing) -> None:
+        self._book_slots(run)
+
     def _deliver(self, run: Run, effect: effects.Deliver) -> None:
         self._begin_delivery(run)
 
@@ -177,6 +182,7 @@ _PERFORM: dict[type[effects.Effect], Callable[[Performer, Run, Any], None]] = {
     effects.AbortAttempts: Performer._abort,
     effects.Retry: Performer._retry,
     effects.BringInputs: Performer._bring_inputs,
+    effects.BookMissing: Performer._book_missing,
     effects.Deliver: Performer._deliver,
     effects.KeepTwice: Performer._keep_twice,
     effects.Observe: Performer._observe,

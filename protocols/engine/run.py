@@ -22,7 +22,9 @@ from typing import Any
 
 from valence.workflow.model import Task, TaskNeeds, Workflow
 from valence.workflow.plan import levels, upward_ranks
+from valence.workflow.quantities import show_seconds
 
+from ..capacity.bookings import length_here
 from ..wire.entries import (
     AttemptsFinished,
     AttemptsLost,
@@ -38,12 +40,27 @@ from ..wire.entries import (
     InputsStaged,
     Journaled,
     KeepersChosen,
+    PromiseAtRisk,
+    Promised,
+    PromiseEnded,
     Submitted,
+    TasksBooked,
     TasksReopened,
     TasksSkipped,
 )
 from ..wire.messages import File, Outcome, Value
+from .outcomes import MADE_WAY_CAUSE
 from .policies import Again, Policies
+from .promise import (
+    BROKEN,
+    DATA_LATE,
+    DETECTION_S,
+    FAILED,
+    KEPT,
+    OVERRUN,
+    PEER_LOST,
+    WorkflowPromise,
+)
 
 FINAL = frozenset({"succeeded", "failed", "skipped", "cancelled"})
 STATES = (
@@ -99,7 +116,31 @@ class NeverWritten:
     """The submission could not be written: the workflow is over before it began."""
 
 
-Note = Pending | WaitAgain | Bringing | Delivering | NeverWritten
+@dataclass(frozen=True, slots=True)
+class SlotsLost:
+    """The peers of these tasks' slots are gone, or have them no more."""
+
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsConfirmed:
+    """All slots are on their peers' disks; or not all of them."""
+
+    all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """When the workflow will end, as things are now."""
+
+    ends_at: float
+
+
+Note = (
+    Pending | WaitAgain | Bringing | Delivering | NeverWritten | SlotsLost | SlotsConfirmed
+    | Foreseen
+)  # fmt: skip
 
 
 # --------------------------------------------------------------------------- the state
@@ -149,7 +190,7 @@ class TaskState:
 _SHELLS = frozenset({"sh", "bash", "env", "python", "python3", "perl", "Rscript", "java"})
 
 
-def _kinds(spec: Task) -> tuple[str, ...]:
+def kinds(spec: Task) -> tuple[str, ...]:
     """Groups of similar tasks, the most similar first: of its template, of its function."""
     if spec.call is not None:
         return (spec.template, f"call {spec.call}")
@@ -226,6 +267,8 @@ class Run:
         self.branches = _branches(workflow)
         self._considered: set[tuple[str, int]] = set()
         self._all_levels: dict[str, int] | None = None
+        self.promise: WorkflowPromise | None = None
+        self.to_be_promised = False  # it was submitted with a promise, as its journal will say
 
     # ----------------------------------------------------------------- the journal
 
@@ -272,6 +315,14 @@ class Run:
                     self.delivering.pop(name, None)
             case NeverWritten():
                 self.ended_at = self.submitted_at
+            case SlotsLost(tasks):
+                self._lose_slots(tasks)
+            case SlotsConfirmed(are_all):
+                if self.promise is not None:
+                    self.promise.confirmed = are_all
+            case Foreseen(ends_at):
+                if self.promise is not None:
+                    self.promise.ends_at = ends_at
 
     def _submitted(self, entry: Submitted, at: float) -> None:
         self.state, self.submitted_at = "running", at
@@ -284,6 +335,9 @@ class Run:
         self.home = self.home or self.keepers[0]  # the founder of a journal is its first keeper
 
     def _home_elected(self, entry: HomeElected | HomeForced, at: float) -> None:
+        if self.promise is not None and self.home:
+            gone = f"peer {self.home.hex()[:8]}, which ran the workflow, was lost"
+            self.promise.trouble(PEER_LOST, gone, DETECTION_S)
         self.home = entry.home
 
     def _home_forced(self, entry: HomeForced, at: float) -> None:
@@ -323,11 +377,11 @@ class Run:
 
     def _attempts_finished(self, entry: AttemptsFinished, at: float) -> None:
         for ended, peer, verdict in entry.outcomes:
-            self._attempt_finished(ended, peer, verdict)
+            self._attempt_finished(ended, peer, verdict, at)
         self.memory_bytes.update(entry.memory or {})
         self._go_on_instead(entry.instead or ())
 
-    def _attempt_finished(self, ended: Outcome, peer: bytes, verdict: str) -> None:
+    def _attempt_finished(self, ended: Outcome, peer: bytes, verdict: str, at: float) -> None:
         self.consider(ended)
         task = self.tasks[ended.key.task]
         attempt = task.attempt(ended.key.number)
@@ -335,6 +389,8 @@ class Run:
             attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
         task.reason = ended.reason
         self.moved.update(ended.moved._asdict())
+        if self.promise is not None:
+            self._note_trouble(task, attempt, ended, verdict, at)
         if verdict == "succeeded":
             self.missing.difference_update(file.hash for file in ended.outputs)
             task.won, task.holder, task.copied_to = ended, peer, self.home
@@ -383,6 +439,10 @@ class Run:
                 task.returns += 1
             task.reason = reason
             self._set(task, verdict)
+            if self.promise is not None:
+                cost_s = at - attempt.at if attempt is not None else 0.0
+                self.promise.trouble(PEER_LOST, f"{name}: {reason}", cost_s)
+                self._lose_slots((name,))
 
     def _tasks_skipped(self, entry: TasksSkipped, at: float) -> None:
         for name, state, reason in entry.tasks:
@@ -393,6 +453,8 @@ class Run:
         for name, reason in entry.tasks:
             task = self.tasks[name]
             task.won, task.holder, task.reason = None, b"", reason
+            if self.promise is not None:
+                self.promise.trouble(PEER_LOST, f"{name}: {reason}", DETECTION_S)
             if not entry.gang:  # else another of its gang has failed, and `retries` limits both
                 task.failures = 0
             self._set(task, "waiting")
@@ -403,6 +465,61 @@ class Run:
                 self.tasks[child].missing += 1
                 if self.tasks[child].state in ("pending", "retrying"):
                     self._set(self.tasks[child], "waiting")
+
+    # ----------------------------------------------------------------- promises
+
+    def _promised(self, entry: Promised, at: float) -> None:
+        self.promise = WorkflowPromise(entry.deadline_at, entry.survives)
+        self.promise.book(entry.booked)
+        self.promise.ends_at = max((row.end_at for row in entry.booked), default=at)
+
+    def _tasks_booked(self, entry: TasksBooked, at: float) -> None:
+        if self.promise is not None:
+            self.promise.book(entry.booked)
+            self.promise.rebooked += len(entry.booked)
+
+    def _promise_at_risk(self, entry: PromiseAtRisk, at: float) -> None:
+        if self.promise is not None:
+            self.promise.risk, self.promise.ends_at = entry.why, entry.ends_at
+
+    def _promise_ended(self, entry: PromiseEnded, at: float) -> None:
+        if self.promise is not None:
+            self.promise.state = KEPT if entry.kept else BROKEN
+            self.promise.cause, self.promise.why = entry.cause, entry.why
+            self.promise.risk = ""
+
+    def _lose_slots(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self.promise is not None:
+                self.promise.slots.pop(name, None)
+
+    def _note_trouble(
+        self, task: TaskState, attempt: AttemptState | None, ended: Outcome, verdict: str, at: float
+    ) -> None:
+        """What this outcome has cost the promise. Its slot is used up."""
+        promise = self.promise
+        assert promise is not None
+        row = promise.slots.pop(task.id, None)
+        cost_s = 0.0 if attempt is None else at - attempt.at
+        took_s = ended.ended_at - ended.started_at if ended.started_at else 0.0
+        said_s = promise.lengths.get(task.id, took_s)
+        longer_s = took_s - length_here(said_s, 1.0)
+        if verdict == "succeeded" and longer_s > 0:
+            said = f"{task.id} took {show_seconds(took_s)}, and was said to take"
+            promise.trouble(OVERRUN, f"{said} {show_seconds(said_s)}", longer_s)
+        elif verdict == "succeeded" and row is not None:
+            late_s = at - row.end_at
+            ended_late = f"{task.id} ended {show_seconds(max(0.0, late_s))} after its slot"
+            promise.trouble(DATA_LATE, ended_late, late_s - promise.late_s)
+            promise.late_s = max(promise.late_s, late_s)
+        elif ended.cause == MADE_WAY_CAUSE:
+            promise.trouble(OVERRUN, f"{task.id}: {ended.reason}", cost_s)
+        elif verdict == "returned":
+            promise.trouble(PEER_LOST, f"{task.id}: {ended.reason}", cost_s)
+        elif verdict != "succeeded":
+            promise.trouble(FAILED, f"{task.id} failed: {ended.reason}", cost_s)
+
+    # ----------------------------------------------------------------- the end
 
     def _cancel_asked(self, entry: CancelAsked, at: float) -> None:
         self.cancelling = entry.reason
@@ -464,10 +581,10 @@ class Run:
         return None
 
     def _kinds_of(self, spec: Task) -> tuple[str, ...]:
-        kinds = self._kinds.get(spec.template)
-        if kinds is None:
-            kinds = self._kinds[spec.template] = _kinds(spec)
-        return kinds
+        known = self._kinds.get(spec.template)
+        if known is None:
+            known = self._kinds[spec.template] = kinds(spec)
+        return known
 
     def verdict(self, ended: Outcome) -> str:
         """What an outcome means for its task."""
@@ -499,6 +616,11 @@ class Run:
             left = len(spec.alternatives) - self.ways[spec.id]
             again = self.policies.failed(spec.id, left)
         return again
+
+    def ways_made(self, task: str) -> int:
+        """How often it has made way for promised tasks."""
+        ended = (attempt.outcome for attempt in self.tasks[task].attempts)
+        return sum(o is not None and o.cause == MADE_WAY_CAUSE for o in ended)
 
     def spec(self, task: str) -> Task:
         """As its document says, or the alternative that it is at."""
@@ -695,6 +817,10 @@ _APPLY: dict[type[Journaled], Callable[[Run, Any, float], None]] = {
     AttemptsLost: Run._attempts_lost,
     TasksSkipped: Run._tasks_skipped,
     TasksReopened: Run._tasks_reopened,
+    Promised: Run._promised,
+    TasksBooked: Run._tasks_booked,
+    PromiseAtRisk: Run._promise_at_risk,
+    PromiseEnded: Run._promise_ended,
     CancelAsked: Run._cancel_asked,
     Ended: Run._ended,
 }

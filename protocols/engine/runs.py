@@ -120,6 +120,7 @@ def rebuilt(material: Material) -> Run | None:
         log.exception("the document of %s can't be read any more", workflow_id)
         return None
     run = Run(workflow_id, workflow, submitted_at, b"", owner)
+    run.to_be_promised = bool(options.get("promised"))
     for row in rows:
         run.apply(row.said, row.at, row.epoch)
         run.committed(row.said)

@@ -30,6 +30,8 @@ RETURN_S = 8.0
 class Targets(Protocol):
     #: tasks are placed near their inputs if these have at least this size
     near_bytes_min: int
+    #: whether a workflow can be promised to be done by its deadline
+    may_promise: bool
 
     def refusal(self, workflow: Workflow) -> str:
         """Why no target can run it; empty: some may."""
@@ -86,6 +88,7 @@ class Peers:
     """The peers of this home's cluster."""
 
     near_bytes_min = NEAR_BYTES_MIN
+    may_promise = True
 
     def __init__(self, home: Enacting) -> None:
         self._home = home

@@ -21,6 +21,18 @@ class ProblemDocument(BaseModel):
     status: int
     detail: str
     errors: list[FieldProblem] = []
+    earliest_at: float | None = Field(
+        default=None,
+        description="if a deadline can't be met: the earliest end, in seconds since 1970",
+    )
+    earliest_in_s: float | None = Field(
+        default=None, description="the same in seconds from now; a later deadline is accepted"
+    )
+    offer: str | None = Field(
+        default=None,
+        description="accepts the plan with that end: submit the same document again with "
+        "`?accept=…` within ten seconds, through the same peer",
+    )
 
 
 class Health(BaseModel):
@@ -64,6 +76,43 @@ class Failure(BaseModel):
     reason: str
 
 
+class SlotView(BaseModel):
+    task: str
+    peer: str
+    start_at: float
+    end_at: float
+
+
+class PromiseView(BaseModel):
+    """The promise that a workflow will be done by its deadline."""
+
+    state: str = Field(description="made, kept, broken; or none")
+    why: str = Field(default="", description="why there is none, or why it was broken")
+    cause: str = Field(
+        default="", description="of a broken one: peer-lost, overrun, failed, data-late, cancelled"
+    )
+    deadline_at: float | None = None
+    ends_at: float | None = Field(default=None, description="when it will end, as foreseen")
+    slack_s: float | None = None
+    survives: int = Field(default=0, description="how many deaths of peers it has time for")
+    risk: str = Field(default="", description="why it will be late, as things are")
+    rebooked: int = Field(default=0, description="how many tasks had to be booked again")
+    confirmed: bool = Field(default=False, description="all its slots are on their peers' disks")
+    booked: int = Field(default=0, description="how many tasks have a slot that they still need")
+
+
+class PlanView(BaseModel):
+    """A plan for a workflow that was not submitted. Nothing of it is kept."""
+
+    feasible: bool
+    why: str = Field(default="", description="why the deadline can't be met")
+    deadline_at: float
+    ends_at: float | None = None
+    survives: int = 0
+    asked: int = Field(default=0, description="messages to peers")
+    tasks: list[SlotView] = []
+
+
 class WorkflowView(BaseModel):
     id: str
     name: str
@@ -78,6 +127,7 @@ class WorkflowView(BaseModel):
     ended_at: float | None
     deadline_at: float | None = None
     late: bool = False
+    promise: PromiseView | None = Field(default=None, description="null without a deadline")
     home: str
     keepers: list[str] = []
     risk: str = ""  # what the loss of one machine or site would cost, if anything
@@ -174,6 +224,7 @@ class TaskView(TaskRow):
     value_encoding: str | None = None
     level: int
     rank: float
+    slot: SlotView | None = Field(default=None, description="where and when it was promised")
     history: list[AttemptView]
 
 

@@ -90,6 +90,7 @@ def make_work(
         network=spec.network,
         epoch=run.epoch,
         owner=run.owner[:64],
+        ways=run.ways_made(placed.unit.key.task),
     )
 
 

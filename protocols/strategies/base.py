@@ -6,9 +6,11 @@ lease; and nothing is lost, because a unit that was placed belongs to its caller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from valence.workflow.sequences import Graph, Slot
 
 from ..wire.messages import AttemptKey, Capacity, Contact, File, Needs
 
@@ -41,6 +43,7 @@ class Unit:
     ranked_by: str = ""  # the expression by which pilots rank it; empty: the default one
     owner: str = ""  # waiting owners share the capacity
     gang: tuple[AttemptKey, ...] = ()  # all tasks of a gang, by rank, the first one included
+    booked: tuple[bytes, int] | None = None  # the peer and lease that it was promised
 
 
 @dataclass(slots=True)
@@ -75,6 +78,59 @@ class Placed:
     peer: Contact
     lease: int
     placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class BookedSlot:
+    """Capacity that a peer keeps for a task. Times are of the event loop's clock."""
+
+    peer: Contact
+    lease: int
+    start_at: float
+    end_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A workflow, or the rest of one, that wants a slot for each task."""
+
+    workflow: str
+    owner: str
+    graph: Graph  # of the tasks that are not done; lengths on a peer of speed 1, as estimated
+    needs: Mapping[str, Needs]
+    slots: Mapping[str, Slot]  # tasks that run, or have a slot and keep it
+    deadline_at: float  # on the event loop's clock; infinite: as early as possible
+    spare_s: float = 0.0  # each task must end so much earlier than it has to
+    avoid: Mapping[str, frozenset[bytes]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    slots: Mapping[str, BookedSlot]
+    ends_at: float
+    asked: int = 0  # messages to peers
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    why: str
+    earliest: Plan | None = None  # the plan that ends first, whose slots are held
+
+
+class Planner(Protocol):
+    """Books a slot for every task of a workflow, or for none."""
+
+    async def plan(self, request: PlanRequest) -> Plan | NoPlan: ...
+
+    async def confirm(
+        self, workflow: str, epoch: int, slots: Mapping[str, BookedSlot], due: Mapping[str, float]
+    ) -> list[str]:
+        """Makes promises of them, or affirms them. Returns the tasks that have lost theirs."""
+
+    def renew(self, workflow: str, slots: Iterable[BookedSlot]) -> None:
+        """Keeps them for a while longer without a promise."""
+
+    def release(self, slots: Iterable[BookedSlot]) -> None: ...
 
 
 OnPlaced = Callable[[list[Placed]], None]

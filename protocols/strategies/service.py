@@ -17,8 +17,9 @@ from ..capacity.door import Door
 from ..config import Config
 from ..membership.liveness import Liveness
 from ..membership.members import Members
+from ..ports import BookingStorage
 from ..wire.rpc import Rpc
-from .base import Estimate, OnPlaced, Strategy
+from .base import Estimate, OnPlaced, Planner, Strategy
 
 #: runs for as long as the peer does; started again if it fails
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -50,6 +51,7 @@ class Context:
     files: FileEvents
     on_placed: OnPlaced
     estimate: Estimate
+    bookings: BookingStorage | None = None  # what this peer has promised, on its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Service:
     """A strategy at one peer: the object that places units, and everything that runs for it."""
 
     strategy: Strategy
+    planner: Planner | None = None  # it can promise that a workflow is done in time
+
+    def load(self) -> None:
+        """Loads what an earlier process left on disk. No message was handled yet."""
 
     def works(self) -> list[tuple[str, Work]]:
         """What runs in the background, by the name that logs and metrics show."""

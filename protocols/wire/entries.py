@@ -108,6 +108,16 @@ class DeliveredFile(NamedTuple):
     reason: str  # why it could not be delivered; empty if it was
 
 
+class BookedTask(NamedTuple):
+    """A task's slot at a peer. Times are of the home's wall clock."""
+
+    task: str
+    peer: PeerId
+    lease: Natural
+    start_at: float
+    end_at: float
+
+
 # --------------------------------------------------------------------------- the journal's own
 
 
@@ -255,6 +265,51 @@ class TasksReopened(Journaled):
 
     tasks: tuple[ReopenedTask, ...]
     gang: bool | None = None  # True: another task of their gang failed; their failures still count
+
+
+# --------------------------------------------------------------------------- promises
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promised(Journaled):
+    """The workflow will be done by then: each of its tasks has a slot."""
+
+    kind: ClassVar[str] = "promised"
+
+    deadline_at: float
+    survives: Natural  # how many deaths of peers the plan leaves time for
+    booked: tuple[BookedTask, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksBooked(Journaled):
+    """Tasks that had lost their slots, or would have come too late, have others."""
+
+    kind: ClassVar[str] = "booked"
+
+    booked: tuple[BookedTask, ...]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromiseAtRisk(Journaled):
+    """As things are now it will be late; or, with no reason, it will not be any more."""
+
+    kind: ClassVar[str] = "at-risk"
+
+    ends_at: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromiseEnded(Journaled):
+    """The promise was kept, or it is broken: with its cause, in a word and in words."""
+
+    kind: ClassVar[str] = "promise-ended"
+
+    kept: bool
+    cause: str
+    why: str
 
 
 # --------------------------------------------------------------------------- the end

@@ -228,6 +228,7 @@ class Work(NamedTuple):
         ""  # tasks of two owners share no process and no user
     )
     placing: Placing | None = None  # for a site that pulls it from a queue
+    ways: Natural = 0  # how often it has made way for tasks that were promised its place
 
 
 class Moved(NamedTuple):
