@@ -42,6 +42,8 @@ class Checks:
             await asyncio.sleep(10.0 if world.plan.crowded else 1.0)
             for host in world.up():
                 world.guard(host.enactment.admission.sanity_check)
+                bookings = host.enactment.admission.bookings
+                world.guard(lambda: bookings.sanity_check(world.now()))  # noqa: B023
                 for market in host.enactment.service(TicketsService).owner.markets.values():
                     world.guard(market.sanity_check)
                 world.guard(lambda host=host: self._check_reasons(host))  # type: ignore[misc]
@@ -90,6 +92,8 @@ class Checks:
         admission.sanity_check()
         if admission.free != admission.capacity or host.workshop.running:
             raise Violation(f"peer {host.index} has nothing to do, and not all its capacity free")
+        if admission.bookings:
+            raise Violation(f"peer {host.index} keeps bookings of workflows that are over")
 
     def _check_bounds(self, host: Host) -> None:
         config, peer = host.peer.config, host.peer

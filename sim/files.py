@@ -222,7 +222,11 @@ class SimAttempt:
 
     def _seconds(self) -> float:
         command = self.work.command or ("", "0.1")
-        return float(command[1]) * (0.5 + self._workshop.rng.random())
+        share = self._workshop.rng.random()
+        if not self._workshop.overruns:
+            return float(command[1]) * (0.5 + share)
+        is_over = share > 1.0 - self._workshop.overruns
+        return float(command[1]) * (3.0 if is_over else 0.5 + share / 2)
 
     def request(self, place: str) -> dict[str, Any]:
         raise AssertionError("it needs no worker")
@@ -252,6 +256,7 @@ class SimLauncher:
         self.rng = rng
         self.running = 0
         self.failing = 0.0
+        self.overruns = 0.0  # the share of tasks that take three times as long as was said
         self.on_begin: Callable[[Work], None] = lambda work: None
         self.on_end: Callable[[Work], None] = lambda work: None
 

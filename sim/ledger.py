@@ -28,6 +28,8 @@ from valence.protocols.wire.entries import (
     InputsStaged,
     Journaled,
     KeepersChosen,
+    Promised,
+    PromiseEnded,
     StartedAttempt,
     Submitted,
     TasksReopened,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 FINAL = ("succeeded", "failed", "cancelled")
 RANK = "rank="
+#: of a broken promise
+CAUSES = ("peer-lost", "overrun", "failed", "data-late", "cancelled")
 
 
 def maker_of(file: str) -> str | None:
@@ -56,13 +60,20 @@ def layer_of(task: str) -> int:
 def _strict_layers(submitted: Submitted) -> Counter[int]:
     """How many tasks each layer has, if the workflow's levels are strict; else nothing."""
     layers: Counter[int] = Counter()
-    if submitted.parts == 1:
-        text = zlib.decompress(submitted.document) if submitted.zipped else submitted.document
-        document = json.loads(text)
-        if document.get("levels") == "strict":
-            for name, task in document["tasks"].items():
-                layers[layer_of(name)] += task["peers"]
+    document = _document(submitted)
+    if document.get("levels") == "strict":
+        for name, task in document["tasks"].items():
+            layers[layer_of(name)] += task["peers"]
     return layers
+
+
+def _document(submitted: Submitted) -> dict[str, Any]:
+    """The document, if it is in one part."""
+    if submitted.parts != 1:
+        return {}
+    text = zlib.decompress(submitted.document) if submitted.zipped else submitted.document
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 Files = dict[str, str | None]  # name → hash, as a peer serves them
@@ -91,6 +102,9 @@ class _Story:
     layers: Counter[int] = field(default_factory=Counter)
     ended: str = ""
     ended_at: float = 0.0
+    document: dict[str, Any] = field(default_factory=dict)
+    promised_by: float | None = None  # the deadline of its promise
+    promise: str = ""  # how that stands: made, kept, broken
 
 
 class Ledger:
@@ -186,6 +200,36 @@ class Ledger:
 
     def _submitted(self, _: str, story: _Story, entry: Entry, content: Submitted) -> None:
         story.layers = _strict_layers(content)
+        story.document = _document(content)
+
+    def _promised(self, workflow: str, story: _Story, entry: Entry, content: Promised) -> None:
+        """Every task has a slot, behind those of the tasks that it waits for."""
+        self.counts["promises"] += 1
+        story.promise, story.promised_by = "made", content.deadline_at
+        slots = {row.task: row for row in content.booked}
+        tasks = story.document.get("tasks", {})
+        if set(tasks) - set(slots):
+            raise Violation(f"{workflow} is promised, and not all of its tasks are booked")
+        for name, task in tasks.items():
+            for maker in filter(None, map(maker_of, task["inputs"])):
+                if slots[maker].end_at > slots[name].start_at:
+                    raise Violation(f"{workflow}: {name} is booked before {maker} ends")
+        if max(row.end_at for row in slots.values()) > content.deadline_at:
+            raise Violation(f"{workflow} is promised by a time before its last slot ends")
+
+    def _promise_ended(
+        self, workflow: str, story: _Story, entry: Entry, content: PromiseEnded
+    ) -> None:
+        if story.promise != "made" or story.promised_by is None:
+            raise Violation(f"{workflow}: the end of a promise that is {story.promise or 'none'}")
+        story.promise = "kept" if content.kept else "broken"
+        self.counts[f"promises_{story.promise}"] += 1
+        if content.kept and entry.at > story.promised_by:
+            raise Violation(f"{workflow}: its promise is called kept, and it was late")
+        if not content.kept:
+            self.counts[f"broken_by_{content.cause}"] += 1
+            if content.cause not in CAUSES or not content.why:
+                raise Violation(f"{workflow}: its promise was broken, and nobody says why")
 
     def _staged(self, _: str, story: _Story, entry: Entry, content: InputsStaged) -> None:
         story.staged.update(file.hash for file in content.files)
@@ -225,6 +269,8 @@ class Ledger:
 
     def _ended(self, workflow: str, story: _Story, entry: Entry, content: Ended) -> None:
         story.ended, story.ended_at = content.state, entry.at
+        if story.promise == "made":
+            raise Violation(f"{workflow} is over, and its promise is neither kept nor broken")
         if story.ended == "succeeded":
             self._check_gangs(workflow, story)
 
@@ -240,6 +286,8 @@ class Ledger:
         AttemptsLost: _lost,
         TasksSkipped: _skipped,
         TasksReopened: _reopened,
+        Promised: _promised,
+        PromiseEnded: _promise_ended,
         CancelAsked: _cancelled,
         Ended: _ended,
     }

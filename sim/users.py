@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class Users:
             self._betrayal = 0.0  # so many die already
         self.following: set[str] = set()
         self.problem = "no answer"  # the last one that a user was told
+        self.refusal: dict[str, Any] = {}  # what was said of a deadline that can't be met
 
     async def run(self) -> None:
         plan = self._world.plan
@@ -55,6 +57,8 @@ class Users:
             return await host.do(work, limit_s)
         except ApiError as problem:
             self.problem = f"{problem.status}: {problem.detail}"
+            if problem.status == 409:
+                self.refusal = problem.more
             if problem.status not in RETRIED:
                 self._world.fail(f"a user is told {problem.status}: {problem.detail}")
             return None
@@ -81,13 +85,30 @@ class Users:
                 }
                 made += [output] if size == 1 else [f"{output}.{rank}" for rank in range(size)]
             above = made
-        return {
+        document = {
             "name": f"w{number}",
             "strategy": plan.strategy,
             "levels": "strict" if rng.random() < 0.2 else None,
             "inputs": {"words": {"text": "hello"}},
             "tasks": tasks,
         }
+        if plan.strategy == "deadline":
+            self._ask_for_a_promise(document, number)
+        return document
+
+    def _ask_for_a_promise(self, document: dict[str, Any], number: int) -> None:
+        """Most workflows want to be done by a deadline; some deadlines can't be met."""
+        rng = random.Random(f"deadline {self._world.plan.seed} {number}")
+        for task in document["tasks"].values():
+            task["runtime"] = float(task["command"][1])
+        if rng.random() < 0.9:
+            document["deadline"] = rng.choice((3.0, 10.0, 30.0, 90.0))
+            terms = {
+                "infeasible": rng.choice(("refuse", "refuse", "refuse", "earliest", "best-effort")),
+                "survive": rng.choice((None, None, 0, 1)),
+                "on_broken": rng.choice(("go-on", "go-on", "cancel")),
+            }
+            document["promise"] = {name: term for name, term in terms.items() if term is not None}
 
     async def _submit(self, number: int) -> None:
         rng, queue = self._rng, self._queue_sometimes()
@@ -95,10 +116,16 @@ class Users:
         text = json.dumps(document).encode()
         tasks = sum(task["peers"] for task in document["tasks"].values())
         key = f"key-{number}" if rng.random() < 0.3 else None
+        if "deadline" in document:
+            key = None  # (it may be changed on the way)
         for _ in range(SUBMISSIONS_MAX):
             host = self._any()  # (drawn even if the queue is asked)
             host = queue or host
+            self.refusal = {}
             workflow = await self._submit_at(host, text, tasks, key)
+            if workflow is None and self.refusal:
+                workflow = await self._after_refusal(host, document, tasks)
+                text = json.dumps(document).encode()
             if workflow is not None:
                 await self._acknowledged(host, workflow, tasks)
                 if key is not None and rng.random() < 0.5:  # again: did that get through?
@@ -107,14 +134,31 @@ class Users:
                 return
             await asyncio.sleep(rng.random())
 
+    async def _after_refusal(self, host: Host, document: dict[str, Any], tasks: int) -> str | None:
+        """The deadline can't be met: its user takes the offer, or has more time next time."""
+        refusal, text = self.refusal, json.dumps(document).encode()
+        self._world.ledger.counts["refused"] += 1
+        if refusal.get("offer") and self._rng.random() < 0.5:
+            await asyncio.sleep(self._rng.random())
+            accepted = await self._submit_at(host, text, tasks, None, refusal["offer"])
+            if accepted is not None:
+                self._world.ledger.counts["offers_accepted"] += 1
+                return accepted
+        document["deadline"] = 2.0 * max(document["deadline"], refusal.get("earliest_in_s") or 0.0)
+        return None
+
     def _queue_sometimes(self) -> Host | None:
         """The task queue, if there is one and this workflow goes there."""
         queue = self._world.queue
         return queue if queue is not None and self._rng.random() < 0.7 else None
 
-    async def _submit_at(self, host: Host, text: bytes, tasks: int, key: str | None) -> str | None:
+    async def _submit_at(
+        self, host: Host, text: bytes, tasks: int, key: str | None, offer: str = ""
+    ) -> str | None:
         """The workflow's id, once it is acknowledged."""
         options: dict[str, Any] = {"idempotency": key} if key else {}
+        if offer:
+            options["accept"] = offer
         submission = host.enactment.gateway.submit(text, options, OWNER, False)
         answer = await self.ask(host, submission, ANSWER_S)
         if not isinstance(answer, tuple):

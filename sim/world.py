@@ -143,10 +143,27 @@ class World:
         host.workshop.on_begin = lambda work: self.guard(lambda: self._begins(host, work))
         host.workshop.on_end = lambda work: self.guard(lambda: ledger.ends(host, work))
         host.workshop.failing = 0.02
+        if self.plan.strategy == "deadline":
+            host.workshop.overruns = 0.05
+            self._observe_evictions(host)
         outbox = host.enactment.outbox
         let_go = outbox.on_let_go
         outbox.on_let_go = lambda ended: self._let_go(host, ended, let_go)
         self._observe_calls(host)
+
+    def _observe_evictions(self, host: Host) -> None:
+        """No promised unit makes way for another before its time is over."""
+        executor, bookings = host.enactment.executor, host.enactment.admission.bookings
+        make_way = executor.make_way
+
+        def observed(unit: Any, reason: str) -> None:
+            promised = bookings.promise_of(unit)
+            if promised is not None and promised.over_at > self.now():
+                self.fail(f"{unit} was promised its place and must make way")
+            self.ledger.counts["made_way"] += 1
+            make_way(unit, reason)
+
+        executor.make_way = observed  # type: ignore[method-assign]
 
     def _observe_calls(self, host: Host) -> None:
         rpc = host.peer.rpc
@@ -285,7 +302,7 @@ class World:
     def _all_free(self) -> bool:
         """An attempt whose home is gone learns after a while that nobody wants it."""
         admissions = [host.enactment.admission for host in self.up()]
-        return all(admission.free == admission.capacity for admission in admissions)
+        return all(a.free == a.capacity and not a.bookings for a in admissions)
 
 
 def _drawn_config(plan: Plan, rng: random.Random) -> Config:
@@ -298,6 +315,7 @@ def _drawn_config(plan: Plan, rng: random.Random) -> Config:
         archive_after_s=2.0,
         follow_s=LAN.follow_s if plan.crowded else 5.0,
         archive_s=60.0 if plan.crowded else 5.0,
+        booking_affirm_s=45.0,
     )
     slice_bytes = plan.slice_bytes or _drawn_slice_bytes(plan)
     if slice_bytes < LAN.keep_bytes_max:  # copies and documents arrive bit by bit

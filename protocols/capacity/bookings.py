@@ -205,14 +205,11 @@ class Bookings:
         if promise.unit is not None:
             self._units.pop(promise.unit, None)
 
-    def take_gone(self) -> list[int]:
+    def take_gone(self, now: float) -> list[int]:
         """Confirmed bookings that were used or released since the last time."""
         gone, self._gone = self._gone, []
-        self.calendar.forget(self._oldest())
+        self.calendar.forget(now)
         return gone
-
-    def _oldest(self) -> float:
-        return min((p.booking.start_at for p in self.promises.values()), default=math.inf)
 
     # ----------------------------------------------------------------- units
 

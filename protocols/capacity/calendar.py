@@ -186,7 +186,8 @@ class Calendar:
             large_of.add(start, start + 2 * pause, ONE, sign)
 
     def forget(self, now: float) -> None:
-        """Frees the memory of times that have passed."""
+        """Frees the memory of times that have passed, up to the oldest booking."""
+        now = min([now, *(booking.start_at for booking in self.rows.values())])
         for profile in (self._all, self._large, *self._of.values(), *self._large_of.values()):
             profile.forget(now)
         owners = {booking.owner for booking in self.rows.values()}

@@ -59,12 +59,13 @@ class Provider:
         if self._storage is not None:
             rows = self._storage.rows()
             self._bookings.load(rows, self._boot, self._wall_s(), self._now())
+            self._door.booked()
 
     async def run(self) -> None:
         """Deletes bookings from the disk that are not needed any more."""
         while True:
             await asyncio.sleep(self._config.forget_s)
-            gone = self._bookings.take_gone()
+            gone = self._bookings.take_gone(self._now())
             if not gone or self._storage is None:
                 continue
             try:
