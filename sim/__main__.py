@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
@@ -176,13 +177,16 @@ def run_all(listed: list[Plan], options: argparse.Namespace) -> int:
     """Run many plans, and tell of those that break a rule. Returns the exit code."""
     start = time.monotonic()
     bad = 0
+    totals: Counter[str] = Counter()
     for plan, report in many(listed, options.jobs):
         bad += bool(report.violation)
+        totals.update(report.counts)
         if report.violation:
             tell(report, plan, trace=False)
             sys.stdout.flush()
             if options.first:
                 break
+    print("in all: " + ", ".join(f"{v:,} {k}" for k, v in sorted(totals.items())))
     print(f"{len(listed)} runs, {bad} violations, {time.monotonic() - start:.0f} s")
     return 1 if bad else 0
 

@@ -304,15 +304,18 @@ class Bookings:
     def load(self, rows: Iterable[BookingRow], boot: int, wall_s: float, now: float) -> None:
         """What an earlier process of this peer had promised. No two of them share a number."""
         self._next_id = FIRST_ID + boot * IDS_PER_BOOT
-        for row in rows:
-            self._next_id = max(self._next_id, row.lease + 1)
+        for row in sorted(rows, key=lambda row: row.due_at):
             if row.due_at - wall_s <= now or row.lease in self.promises:
                 continue
             booking = Booking(
                 row.lease, row.needs, row.length_s, row.start_line - wall_s, row.due_at - wall_s,
                 row.least_s, row.start_at - wall_s, row.owner,
             )  # fmt: skip
-            self.calendar.add(booking)
+            # (it may have been moved since it was written)
+            if not self.calendar.has_room(booking.needs, booking.start_at, booking.end_at):
+                self.calendar.add_behind(booking, now)
+            else:
+                self.calendar.add(booking)
             self.promises[row.lease] = Commitment(
                 booking, row.workflow, row.home, row.epoch, True, now + self._affirm_s
             )

@@ -345,10 +345,15 @@ class Calendar:
                 self.apply(moves)
                 self.move(booking, now)
                 continue
-            self._count(booking, -1)
-            at = self._all.earliest(booking.needs, booking.length_s, now, self.capacity)
-            booking.start_at = at
-            self._count(booking, +1)
+            self.drop(booking.id)
+            self.add_behind(booking, now)
+
+    def add_behind(self, booking: Booking, now: float) -> None:
+        """Adds it where there is room, in its window or behind it, and moves nothing."""
+        line = max(now, booking.start_line)
+        needs, length_s = booking.needs, booking.length_s
+        booking.start_at = self._all.earliest(needs, length_s, line, self.capacity)
+        self.add(booking)
 
     # ----------------------------------------------------------------- checks
 

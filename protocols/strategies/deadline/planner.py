@@ -233,20 +233,30 @@ class DirectPlanner:
     ) -> None:
         now = self._now()
         for search, answer in zip(part, answers, strict=False):
-            if len(answer.held) != len(search.wanted.tasks):
-                search.whys[answer.why] = search.whys.get(answer.why, 0) + 1
-                loser = (peer, [held.lease for held in answer.held])  # (a peer that lies)
+            slots = [
+                BookedSlot(peer, h.lease, now + h.start_in_s, now + h.end_in_s)
+                for h in answer.held
+            ]
+            if not self._is_in_windows(search.wanted, slots):
+                why = answer.why or "it answered too slowly"
+                search.whys[why] = search.whys.get(why, 0) + 1
+                loser = (peer, [held.lease for held in answer.held])
             else:
-                slots = [
-                    BookedSlot(peer, h.lease, now + h.start_in_s, now + h.end_in_s)
-                    for h in answer.held
-                ]
                 loser = (peer, [held.lease for held in answer.held])
                 if search.best is None or slots[-1].end_at < search.best[1][-1].end_at - 1e-3:
                     before, search.best = search.best, (peer, slots)
                     loser = (before[0], [s.lease for s in before[1]]) if before else (peer, [])
             if loser[1]:
                 unused.setdefault(loser[0].id, (loser[0], []))[1].extend(loser[1])
+
+    def _is_in_windows(self, wanted: WantedSequence, slots: list[BookedSlot]) -> bool:
+        """Windows travel as seconds from now, so they slip by the time that messages take: what
+        ends too late by that is no use. (Nor are the slots of a peer that lies.)"""
+        if len(slots) != len(wanted.tasks):
+            return False
+        late_s = self._config.apart_s / 2
+        rows = zip(wanted.windows, slots, strict=True)
+        return all(slot.end_at <= window.end + late_s for window, slot in rows)
 
     # ----------------------------------------------------------------- what becomes of a plan
 
