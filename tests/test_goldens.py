@@ -207,6 +207,9 @@ def replayed(id: str, rows: list[Entry]) -> list[str]:
         if file is not None:
             holders = " ".join(h.hex()[:8] for h in file.holders)
             told.append(f"  {name} {file.hash.hex()[:8]} {file.size} held by {holders or '-'}")
+    if run.promise is not None:
+        told.append(f"  promise {run.promise.state} {run.promise.cause or '-'} {run.promise.why}")
+        told += [f"  slot of {t} at {s.peer.hex()[:8]}" for t, s in run.promise.slots.items()]
     told += [f"  delivered {name}: {how or 'done'}" for name, how in sorted(run.delivered.items())]
     return told
 

@@ -234,8 +234,7 @@ class DirectPlanner:
         now = self._now()
         for search, answer in zip(part, answers, strict=False):
             slots = [
-                BookedSlot(peer, h.lease, now + h.start_in_s, now + h.end_in_s)
-                for h in answer.held
+                BookedSlot(peer, h.lease, now + h.start_in_s, now + h.end_in_s) for h in answer.held
             ]
             if not self._is_in_windows(search.wanted, slots):
                 why = answer.why or "it answered too slowly"
