@@ -185,7 +185,8 @@ class Http:
         """Check the token against the route's scope; refuse guesses and too many requests.
 
         Returns the token's owner, to whom the limits apply; empty where no token is needed."""
-        scope = self.scopes.get(getattr(request.match_info.handler, "__name__", ""), "read")
+        handler = getattr(request.match_info.handler, "__name__", "")
+        scope = self.scopes.get(handler, "read")
         if scope == "open":
             return ""
         now = asyncio.get_running_loop().time()
@@ -204,8 +205,7 @@ class Http:
         if not self._request_rates.take(owner, now):
             text = f"too many requests: one owner may send {REQUESTS_PER_S:g} a second"
             raise ApiError(429, f"{text}; wait a moment")
-        pilots = getattr(request.match_info.handler, "__name__", "") in self.for_pilots
-        if not grant.may(scope, pilots):
+        if not grant.may(scope, handler in self.for_pilots):
             text = f"this needs a token with scope `{scope}`, and yours has `{grant.scope}`"
             raise ApiError(403, f"{text}; ask an admin of the cluster for one")
         request[_GRANT] = grant
@@ -237,10 +237,13 @@ class Http:
         options = _submit_options(request)
         wait = _wait(request)
         owner = request[_GRANT].owner
-        async with self._turn_if_long(request, owner):
-            async with asyncio.timeout(STALL_S):
-                body = await request.read()
+        if (request.content_length or LONG_BYTES) < LONG_BYTES:
+            body = await _whole_body(request)
             workflow_id, new = await self._gateway.submit(body, options, owner, bool(wait))
+        else:
+            async with self._turn(owner):
+                body = await _whole_body(request)
+                workflow_id, new = await self._gateway.submit(body, options, owner, bool(wait))
         view = await self._gateway.ask_raw(_sees(request), workflow_id, "workflow", **wait)
         return _json(view, 201 if new else 200, {"Location": f"/v1/workflows/{workflow_id}"})
 
@@ -253,12 +256,9 @@ class Http:
             return _json(await self._gateway.plan(body, options, owner))
 
     @contextlib.asynccontextmanager
-    async def _turn_if_long(self, request: web.Request, owner: str) -> AsyncIterator[None]:
+    async def _turn(self, owner: str) -> AsyncIterator[None]:
         """One owner has a few long documents in memory at a time; the others are not read yet, and
         wait at the client's end of the connection."""
-        if (request.content_length or LONG_BYTES) < LONG_BYTES:
-            yield
-            return
         turns, users = self._long.get(owner, (asyncio.Semaphore(LONG_AT_ONCE), 0))
         self._long[owner] = turns, users + 1
         try:
@@ -662,6 +662,13 @@ def _file(name: str, digest: str, size: int, holders: list[str]) -> File:
         size=size,
         holders=tuple(bytes.fromhex(h) for h in holders)[:16],
     )
+
+
+async def _whole_body(request: web.Request) -> bytes:
+    if request.content.is_eof():  # it has come with the head, and nothing is left to wait for
+        return await request.read()
+    async with asyncio.timeout(STALL_S):
+        return await request.read()
 
 
 async def _counted(request: web.Request, grow: Callable[[int], None]) -> AsyncIterator[bytes]:

@@ -30,6 +30,7 @@ INLINE_BYTES_MAX = 16 * 1024
 TRACEBACK_CHARS_MAX = 8000
 LOOK_AGAIN_S = 0.2
 _EXACT = frozenset({type(None), bool, int, str})
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def exact(value: Any, depth: int = 0) -> bool:
@@ -51,7 +52,7 @@ def exact(value: Any, depth: int = 0) -> bool:
 def dump(value: Any) -> tuple[str, bytes]:
     if exact(value):
         with contextlib.suppress(ValueError, UnicodeEncodeError):
-            return "json", json.dumps(value, ensure_ascii=False).encode()
+            return "json", _ENCODER.encode(value).encode()
     return "pickle", pickle.dumps(value, protocol=5)
 
 
@@ -171,7 +172,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         results[name] = values if many else values[0]
     args, kwargs = msgpack.unpackb(request["arguments"], strict_map_key=False)
     function = resolve(request["call"])
-    value = function(*substitute(args, results), **substitute(kwargs, results))
+    if results:
+        args, kwargs = substitute(args, results), substitute(kwargs, results)
+    value = function(*args, **kwargs)
     encoding, data = dump(value)
     if len(data) <= INLINE_BYTES_MAX:
         return {"ok": True, "encoding": encoding, "data": data}

@@ -918,7 +918,7 @@ async def test_an_error_in_one_workflows_outcome_keeps_no_other_from_being_taken
     async def kept(id: str) -> None:
         told.append(id)
 
-    journal: Any = SimpleNamespace(kept=kept)
+    journal: Any = SimpleNamespace(kept=kept, is_kept=lambda id: False)
     counts: Counter[str] = Counter()
     runs = Runs(journal)
     document = json.dumps({"name": "x", "tasks": {"t": {"command": ["true"]}}}).encode()

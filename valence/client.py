@@ -7,6 +7,7 @@ knows several peers, it skips those that do not answer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import json
@@ -279,7 +280,10 @@ class WorkflowHandle:
         self.id = workflow_id
         self._seen = seen or {}
         self._client = client
-        self._path = f"/v1/workflows/{quote(workflow_id, safe='')}"
+
+    @functools.cached_property
+    def _path(self) -> str:
+        return f"/v1/workflows/{quote(self.id, safe='')}"
 
     def view(self, wait_s: float = 0.0) -> dict[str, Any]:
         """Its state now; with `wait_s`, its state when it has ended, or after this long."""

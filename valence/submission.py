@@ -16,10 +16,10 @@ from .client import hash_file
 def prepare(source: str | Path | dict[str, Any]) -> tuple[bytes, str, list[tuple[Path, str]]]:
     """The text to send, its media type, and the files to upload first."""
     if isinstance(source, dict):
-        text, base = json.dumps(source).encode(), Path()
-        inputs = source.get("inputs")
-        if not inputs:  # nothing to upload; the peer checks the rest
+        text = json.dumps(source).encode()
+        if not source.get("inputs"):  # nothing to upload; the peer checks the rest
             return text, "application/json", []
+        base = Path()
     else:
         path = Path(source)
         text, base = path.read_bytes(), path.parent

@@ -238,6 +238,8 @@ class _DocumentReader:
 
     def _deliver(self, deliver: Mapping[str, Any]) -> dict[str, str]:
         """Each output to deliver, with its complete destination."""
+        if not deliver:
+            return {}
         destinations: dict[str, str] = {}
         for name, url in deliver.items():
             if isinstance(url, str):  # otherwise the schema has reported it

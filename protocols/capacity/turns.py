@@ -10,7 +10,6 @@ the peer stops waiting for it. With a single owner there is nothing to count or 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 from ..wire.messages import Capacity
 from .matching import slots
@@ -25,17 +24,17 @@ class Turns:
         self._wanting: dict[
             str, tuple[float, Capacity]
         ] = {}  # refused owners: until when, and their needs
-        self._held: Counter[str] = Counter()  # millicores
+        self._held: dict[str, int] = {}  # millicores of each owner that holds any
 
     def count(self, owner: str | None, millicores: int) -> None:
         """The owner holds so much more, or less."""
         if owner is not None:
-            self._held[owner] += millicores
+            self._held[owner] = self.held(owner) + millicores
             if not self._held[owner]:
                 del self._held[owner]
 
     def held(self, owner: str | None) -> int:
-        return 0 if owner is None else self._held[owner]
+        return 0 if owner is None else self._held.get(owner, 0)
 
     def most(self, owner: str | None, millicores: int, free: Capacity, now: float) -> int | None:
         """How many units of that size an owner may have now; None: as many as fit. Nothing is kept
@@ -44,10 +43,10 @@ class Turns:
             return None
         self.forget(now)
         others = (o for o, (_, needs) in self._wanting.items() if o != owner and slots(free, needs))
-        least = min((self._held[o] for o in others), default=None)
+        least = min(map(self.held, others), default=None)
         if least is None:
             return None
-        return max(0, (least - self._held[owner]) // max(1, millicores) + 1)
+        return max(0, (least - self.held(owner)) // max(1, millicores) + 1)
 
     def refused(self, owner: str | None, needs: Capacity, now: float) -> None:
         if owner is not None and (owner in self._wanting or len(self._wanting) < OWNERS_MAX):
@@ -71,5 +70,5 @@ class Turns:
         return min((until for until, _ in self._wanting.values()), default=math.inf)
 
     def forget(self, now: float) -> None:
-        if self.next_at() <= now:
+        if self._wanting and self.next_at() <= now:
             self._wanting = {o: row for o, row in self._wanting.items() if row[0] > now}

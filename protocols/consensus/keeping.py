@@ -212,6 +212,10 @@ class Keeping:
         lead = self.leads.get(workflow)
         return lead.epoch if lead else 0
 
+    def is_kept(self, workflow: str) -> bool:
+        """This peer is its home, and all that was appended so far is on a majority's disks."""
+        return workflow in self.leads and self.replicas[workflow].all_committed
+
     async def kept(self, workflow: str) -> None:
         """Returns when all that was appended so far is on a majority's disks; else `Deposed`."""
         lead = self.leads.get(workflow)
@@ -221,7 +225,7 @@ class Keeping:
                 return
             raise Deposed(workflow)
         replica = self.replicas[workflow]
-        if replica.committed >= replica.count:
+        if replica.all_committed:
             return
         self.storage.write([])  # there is a waiter: sync now, not soon
         if lead.waiters and lead.waiters[-1][0] == replica.count:
@@ -244,7 +248,7 @@ class Keeping:
     def unkept(self, workflow: str) -> str:
         """In words: why entries of this home are not committed, while that is so."""
         replica = self.replicas.get(workflow)
-        if replica is None or replica.committed >= replica.count:
+        if replica is None or replica.all_committed:
             return ""
         count = len(replica.keepers)
         here = sum(self.members.is_here(k) for k in replica.keepers)
@@ -335,10 +339,10 @@ class Keeping:
     def _trim(self, replica: Replica, lead: Leadership) -> None:
         me = self.rpc.me.id
         kept = [lead.have.get(k, 0) for k in replica.keepers if k != me]
-        least = min(kept, default=replica.committed)
+        least = min(lead.synced, min(kept, default=replica.committed))
         tail = lead.tail
         while tail and (
-            tail[0].seq < min(least, lead.synced)
+            tail[0].seq < least
             or (len(tail) > self.config.tail_entries_max and tail[0].seq < lead.synced)
         ):
             tail.popleft()

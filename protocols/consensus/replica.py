@@ -172,6 +172,10 @@ class Replica:
         return 0 < self.ended_at_count <= self.committed
 
     @property
+    def all_committed(self) -> bool:
+        return self.committed >= self.count
+
+    @property
     def may_be_over(self) -> bool:
         """A majority may have its end, and users may have been told of it, without this copy
         knowing. Until its keepers have found out, it makes way for no line of a later era."""
@@ -226,7 +230,7 @@ class Replica:
 
     def add(self, entry: Entry) -> None:
         assert entry.seq == self.count, f"entry {entry.seq} behind {self.count}"
-        if self.last_epoch != entry.epoch or not self.starts:
+        if not self.starts or self.starts[-1][1] != entry.epoch:
             self.starts.append((entry.seq, entry.epoch))
         self.note(entry)
         self.count += 1

@@ -31,8 +31,9 @@ class Acceptance:
         if len(self._runs.active) >= ACTIVE_MAX:
             text = f"this peer already runs {ACTIVE_MAX:,} workflows; submit to another peer"
             raise Refused("overload", text)
-        self._check_owner(owner, len(workflow.tasks))
-        self._check_tasks(len(workflow.tasks))
+        if self._runs.active:
+            self._check_owner(owner, len(workflow.tasks))
+            self._check_tasks(len(workflow.tasks))
         if named and self._is_known(workflow_id):
             raise AlreadyHere(f"workflow {workflow_id} is at this peer already")
         if self._journal.keeping.is_closing(workflow_id):
@@ -52,7 +53,7 @@ class Acceptance:
     def _check_tasks(self, tasks_new: int) -> None:
         tasks = sum(len(run.tasks) for run in self._runs.active.values()) + tasks_new
         tasks_max = self._journal.keeping.config.tasks_max
-        if self._runs.active and tasks > tasks_max:
+        if tasks > tasks_max:
             raise Refused(
                 "overload",
                 f"with this workflow the peer would have {tasks:,} tasks, more than its limit of "

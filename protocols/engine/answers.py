@@ -206,7 +206,7 @@ class Answers:
             reason=run.reason,
             strategy=self._home.strategy(run).name,
             tasks=len(run.tasks),
-            counts={s: run.counts[s] for s in STATES if run.counts[s]},
+            counts={s: count for s in STATES if (count := run.counts.get(s))},
             submitted_at=run.submitted_at,
             ended_at=run.ended_at,
             deadline_at=run.promise.deadline_at if run.promise is not None else deadline,
@@ -254,7 +254,7 @@ class Answers:
         return views.PromiseView(state="none", why=why)
 
     def _waiting(self, run: Run) -> list[views.Failure]:
-        if not run.counts["pending"]:
+        if not run.counts.get("pending"):
             return []
         pending = (t for t in run.tasks.values() if t.state == "pending")
         return [
@@ -559,6 +559,8 @@ def moving(workflow_id: str) -> ApiError:
 
 
 def _failures(run: Run) -> list[views.Failure]:
+    if not run.counts.get("failed"):
+        return []
     failed = (t for t in run.tasks.values() if t.state == "failed")
     return [
         views.Failure(task=t.id, reason=t.reason) for t, _ in zip(failed, range(10), strict=False)

@@ -386,6 +386,8 @@ class Decision:
 
     def _near(self, task: Task) -> frozenset[bytes]:
         """The peers that hold most of the bytes that it reads, if the files are large enough."""
+        if not task.inputs:
+            return frozenset()
         held: Counter[bytes] = Counter()
         for name in task.inputs:
             file = self.run.file(name)

@@ -114,6 +114,8 @@ class Gateway:
 
         It takes seconds to detect that a host has vanished. A user who asks meanwhile is not kept
         waiting: if a majority of the keepers is silent now, that is the answer."""
+        if "wait_s" in arguments:  # this one is prepared to wait
+            return await self._ask_once(owner, workflow_id, question, arguments)
         asked = asyncio.ensure_future(self._ask_once(owner, workflow_id, question, arguments))
         # its exception is retrieved even if nobody awaits it any more
         asked.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -121,7 +123,7 @@ class Gateway:
         try:
             start = loop.time()
             await asyncio.wait([asked], timeout=PROMPT_S)
-            if not asked.done() and "wait_s" not in arguments:
+            if not asked.done():
                 silent, count = await self._locate.silent(workflow_id)
                 late = loop.time() - start > PROMPT_S + 2 * SILENT_S + LATE_S  # is this peer slow?
                 if not asked.done() and not late and count - len(silent) < majority(count):

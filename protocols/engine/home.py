@@ -195,8 +195,10 @@ class Home:
         about = About(workflow.name, owner, len(workflow.tasks), json.dumps(options))
         # whatever can go wrong with the workflow goes wrong before it is written
         make = partial(Run, workflow_id, workflow, self._clock(), self._rpc.me.id, owner)
-        run = await made(make, is_much(text))
-        self._acceptance.check(workflow_id, workflow, owner, named)  # others may have come since
+        is_slow = is_much(text)
+        run = await made(make, is_slow)
+        if is_slow:  # others may have come since
+            self._acceptance.check(workflow_id, workflow, owner, named)
         admitted = await self._admit(workflow_id, workflow, owner, text, accept)
         if admitted is None:
             return await self._create(run, text, about, patient, named)
@@ -246,8 +248,9 @@ class Home:
                     decide.write(admitted.entry)
             self._begin(run)
             await asyncio.shield(written)
-            async with asyncio.timeout(CREATE_S_MAX):
-                await self.journal.kept(workflow_id)
+            if not self.journal.is_kept(workflow_id):
+                async with asyncio.timeout(CREATE_S_MAX):
+                    await self.journal.kept(workflow_id)
         except DatabaseError:
             self._undo(run)
             raise

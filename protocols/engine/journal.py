@@ -97,6 +97,10 @@ class Journal:
         decision. `soon`: nobody waits for it, so that it may share a later entry's write."""
         self.keeping.append(workflow, entry, soon, then, at)
 
+    def is_kept(self, workflow: str) -> bool:
+        """This peer is its home, and all entries so far are committed: `kept` would not wait."""
+        return self.keeping.is_kept(workflow)
+
     async def kept(self, workflow: str) -> None:
         """Waits until all entries so far are committed; or raises `Deposed`."""
         await self.keeping.kept(workflow)

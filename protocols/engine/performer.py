@@ -97,13 +97,15 @@ class Performer:
         return Decision(run, self._surroundings, self._journal.keeping.epoch(run.id))
 
     def perform(self, run: Run, wanted: list[effects.Effect]) -> None:
+        others: list[effects.Effect] = []
         for effect in wanted:
             if isinstance(effect, effects.Append):
                 then = None if effect.then is None else partial(self._committed, run, effect.then)
                 self._journal.append(run.id, effect.said, effect.soon, then, effect.at)
-        for effect in wanted:
-            if not isinstance(effect, effects.Append):
-                _PERFORM[type(effect)](self, run, effect)
+            else:
+                others.append(effect)
+        for effect in others:
+            _PERFORM[type(effect)](self, run, effect)
 
     def _committed(self, run: Run, event: WhenCommitted) -> None:
         """A majority has the entry of this event; the run may be over by now."""

@@ -166,6 +166,8 @@ class Reception:
 
     async def is_committed(self, workflow_id: str) -> bool:
         """All of its entries so far are committed; False if they are not within a while."""
+        if self._journal.is_kept(workflow_id):
+            return True
         try:
             async with asyncio.timeout(COUNT_S_MAX):
                 await self._journal.kept(workflow_id)

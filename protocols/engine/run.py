@@ -183,7 +183,10 @@ class TaskState:
     asked_way: int = 0  # the alternative for which a peer is looked for
 
     def attempt(self, number: int) -> AttemptState | None:
-        return next((a for a in reversed(self.attempts) if a.number == number), None)
+        for attempt in reversed(self.attempts):
+            if attempt.number == number:
+                return attempt
+        return None
 
 
 #: programs whose name says nothing about how long they run
@@ -535,7 +538,7 @@ class Run:
         if task.state == "succeeded" and state != "waiting":
             return
         self.counts[task.state] -= 1
-        self.counts[state] += 1
+        self.counts[state] = self.counts.get(state, 0) + 1
         task.state = state
 
     def _observe(self, task: TaskState, ended: Outcome) -> None:
@@ -660,11 +663,11 @@ class Run:
 
     def conclusion(self) -> tuple[str, str] | None:
         """How it ended, if it has."""
-        if any(self.counts[state] for state in UNFINISHED):
+        if any(map(self.counts.get, UNFINISHED)):
             return None
         if self.cancelling:
             return "cancelled", self.cancelling
-        if self.counts["failed"] or self.counts["skipped"]:
+        if self.counts.get("failed") or self.counts.get("skipped"):
             return "failed", _first_of(self._failures())
         undelivered = self._undelivered()
         if undelivered:

@@ -133,17 +133,13 @@ def due_at(workflow: Workflow, submitted_at: float) -> float | None:
 #: in it multiplies tasks, or a word in it may be escaped so that it is not recognised here
 INLINE_BYTES_MAX = 4096
 #: keys by which a few bytes make many tasks or values (`foreach` with one digit does no harm)
-_MULTIPLIERS = (b"foreach", b"peers", b"&", b"\\")
-_MANY = re.compile(rb"foreach(?![\"']?\s*:\s*\d\s*[,}\n\r])")
+_MANY = re.compile(rb"peers|&|\\|foreach(?![\"']?\s*:\s*\d\s*[,}\n\r])")
 
 
 def is_much(text: bytes) -> bool:
     """Reading this document, or making its workflow, may take long: both are done in a thread, each
     time."""
-    if len(text) > INLINE_BYTES_MAX:
-        return True
-    each, *others = (word in text for word in _MULTIPLIERS)
-    return any(others) or (each and _MANY.search(text) is not None)
+    return len(text) > INLINE_BYTES_MAX or _MANY.search(text) is not None
 
 
 def read_document(text: bytes, options: dict[str, object]) -> Workflow:

@@ -57,7 +57,7 @@ def decode(data: bytes) -> Envelope:
     cls = BY_NUMBER.get(row[3]) if len(row) > 3 and type(row[3]) is int else None
     if cls is None:
         raise Malformed("unknown message")
-    fields = dict(zip(cls.model_fields, row[4:], strict=False))
+    fields = dict(zip(cls.names, row[4:], strict=False))
     try:
         return Envelope(kind, row[2], _checked(cls.model_validate, fields))
     except (ValidationError, RecursionError) as error:

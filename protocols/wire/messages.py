@@ -38,16 +38,21 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     number: ClassVar[int] = -1
+    names: ClassVar[tuple[str, ...]] = ()  # of its fields
     #: it may simply run again when it is repeated, so its answer is not kept
     repeatable: ClassVar[bool] = False
     #: an answer that may be large, and may be made again for a late repeat: it is not kept
     forgettable: ClassVar[bool] = False
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        cls.names = tuple(cls.model_fields)
+
+    @classmethod
     def of(cls, *fields: Any) -> Self:
         """A message of all its fields, whose values were checked when they were made: not again."""
         made = cls.__new__(cls)
-        values = dict(zip(cls.model_fields, fields, strict=True))
+        values = dict(zip(cls.names, fields, strict=True))
         object.__setattr__(made, "__dict__", values)
         object.__setattr__(made, "__pydantic_fields_set__", set(values))
         object.__setattr__(made, "__pydantic_extra__", None)

@@ -34,8 +34,8 @@ from .messages import (
     Hold,
     Renew,
     SequenceAnswer,
-    WindowedTask,
     TaskSequence,
+    WindowedTask,
 )
 
 

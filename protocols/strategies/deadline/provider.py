@@ -27,8 +27,8 @@ from .messages import (
     Hold,
     Renew,
     SequenceAnswer,
-    WindowedTask,
     TaskSequence,
+    WindowedTask,
 )
 
 log = logging.getLogger("valence.deadline")
