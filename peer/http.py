@@ -250,9 +250,8 @@ class Http:
     async def _plan(self, request: web.Request) -> web.Response:
         options = _submit_options(request)
         owner = request[_GRANT].owner
-        async with self._turn_if_long(request, owner):
-            async with asyncio.timeout(STALL_S):
-                body = await request.read()
+        async with self._turn(owner):  # (planning takes its time, however short the document)
+            body = await _whole_body(request)
             return _json(await self._gateway.plan(body, options, owner))
 
     @contextlib.asynccontextmanager

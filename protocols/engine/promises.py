@@ -155,8 +155,8 @@ class Promises:
         """A plan with slots for all tasks; else raises `NotPromised`."""
         if accept:
             return self._accepted(accept, owner, document)
-        for name, offer in list(self._offers.items()):
-            if offer.owner == owner and offer.document == document:
+        for name, standing in list(self._offers.items()):
+            if standing.owner == owner and standing.document == document:
                 self._withdraw_offer(name)  # its slots would stand in the way of the new plan
         now, wall = self._now(), self._clock()
         deadline = due_at(workflow, wall)
