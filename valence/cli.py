@@ -1,8 +1,8 @@
 """The command line: each command with its options and what it prints.
 
 Exit codes: 0 success; 1 the workflow or the cluster failed; 2 the command or the document is wrong;
-3 no peer answered; 130 interrupted. What is internal to Valence is printed with `--verbose` only,
-and always with `--json`.
+3 no peer answered; 4 a deadline was not met, or can't be; 130 interrupted. What is internal to
+Valence is printed with `--verbose` only, and always with `--json`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from .client import Client, Problem, Unreachable, WorkflowHandle
 from .display import Display, Progress
 
 AWAY_S = 2.0
+#: the exit code if a deadline was not met, or can't be
+TOO_LATE = 4
+#: a deadline this far away stands for none
+FAR_S = 300 * 86400.0
 LISTED_MAX = 1000
 #: strategies that explain a placement in the words of their papers
 PAPERS = ("tickets", "chemical", "pilots")
@@ -93,6 +97,11 @@ def _request_failed(problem: Problem, display: Display) -> int:
     display.error(problem.detail)
     for row in problem.errors[1:]:
         display.error(f"{row['pointer']}: {row['message']}")
+    if problem.infeasible:
+        if problem.offer:
+            accept = f"add --accept {problem.offer} within ten seconds"
+            print(f"to have it done by then: {accept}, or choose a later deadline", file=sys.stderr)
+        return TOO_LATE
     return 2 if problem.status in (400, 415, 422) else 1
 
 
@@ -160,9 +169,15 @@ def _add_workflow_commands(add: Callable[[str, Command, str], argparse.ArgumentP
     sub.add_argument("--size-scale", type=float, metavar="FACTOR", help=text)
     text = "strategy by which tasks find peers, overriding the document's"
     sub.add_argument("--strategy", choices=names(), help=text)
+    text = "accept an offer: the later end that was offered when the deadline could not be met"
+    sub.add_argument("--accept", metavar="OFFER", help=text)
     text = "idempotency key: submitting again with the same key starts nothing new"
     sub.add_argument("--key", help=text)
     _add_verbose(sub)
+
+    text = "Show where and when each task would run, and when all is done. Nothing is submitted."
+    sub = add("plan", _plan, text)
+    sub.add_argument("file", metavar="FILE", help="YAML or JSON; - reads standard input")
 
     sub = add("ls", _ls, "List workflows, newest first.")
     states = ("running", "succeeded", "failed", "cancelled")
@@ -321,16 +336,20 @@ def _key(options: argparse.Namespace, display: Display) -> int:
 # --------------------------------------------------------------------------- workflows
 
 
+def _document(file: str) -> tuple[bytes, Path]:
+    """A document, and the directory that its paths are relative to."""
+    if file == "-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed")
+        return sys.stdin.buffer.read(), Path()
+    path = Path(file)
+    return path.read_bytes(), path.parent
+
+
 def _submit(options: argparse.Namespace, display: Display) -> int:
     from . import submission
 
-    if options.file == "-":
-        if sys.stdin is None:
-            raise ValueError("standard input is closed")
-        text, base = sys.stdin.buffer.read(), Path()
-    else:
-        path = Path(options.file)
-        text, base = path.read_bytes(), path.parent
+    text, base = _document(options.file)
     # a mistake in the document is reported before any peer is asked
     body, kind, uploads = submission.prepare_text(text, base)
     client = Client()
@@ -338,6 +357,7 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
         "time_scale": options.time_scale,
         "size_scale": options.size_scale,
         "strategy": options.strategy,
+        "accept": options.accept,
     }
     workflow = client.send(body, kind, uploads, settings, options.key)
     if options.watch:
@@ -349,6 +369,35 @@ def _submit(options: argparse.Namespace, display: Display) -> int:
         hint = f"follow it with: valence watch {workflow.id}"
         display.say(display.colour(hint, "dim"))
     return 0
+
+
+def _plan(options: argparse.Namespace, display: Display) -> int:
+    from . import submission
+    from .gantt import chart
+
+    body, kind, _ = submission.prepare_text(*_document(options.file))
+    now = time.time()
+    plan = Client().plan(body, kind)
+    code = 0 if plan["feasible"] else TOO_LATE
+    if options.json:
+        _json(display, plan)
+        return code
+    if not plan["feasible"]:
+        display.say(display.colour(f"the deadline can't be met: {plan['why']}", "failed"))
+    if plan["ends_at"] is None:
+        return code
+    takes = show_seconds(max(0.0, plan["ends_at"] - now))
+    spare_s = plan["deadline_at"] - plan["ends_at"]
+    deadline = (
+        f", {show_seconds(abs(spare_s))} {'before' if spare_s >= 0 else 'after'} its deadline"
+    )
+    far = spare_s > FAR_S  # the document has none
+    display.say(f"{_many(len(plan['tasks']), 'task')}, done in {takes}{'' if far else deadline}")
+    if plan["survives"] and not far:
+        display.say("it leaves time for the loss of any one peer")
+    for line in chart(plan["tasks"], now, display.columns):
+        display.say(line)
+    return code
 
 
 def _ls(options: argparse.Namespace, display: Display) -> int:
@@ -400,12 +449,41 @@ def _show(view: dict[str, Any], display: Display, verbose: bool) -> int:
     read = _bytes_read(view)
     if read:
         display.say(f"inputs read: {read}")
-    if view["late"]:
+    if view.get("promise"):
+        _show_promise(view["promise"], display)
+    elif view["late"]:
         display.say(display.colour("its deadline has passed", "failed"))
     _show_reasons(view, display)
     if view["reason"] and not view["failures"]:
         display.say(view["reason"])
     return 0
+
+
+def _show_promise(promise: dict[str, Any], display: Display) -> None:
+    """How its promise to be done by the deadline stands."""
+    if promise["state"] == "none":
+        display.say(f"no promise was made for its deadline: {promise['why']}")
+    elif promise["state"] == "kept":
+        early_s = max(0.0, promise["deadline_at"] - promise["ends_at"])
+        kept = f"done {show_seconds(early_s)} before its deadline, as promised"
+        display.say(display.colour(kept, "succeeded"))
+    elif promise["state"] == "broken":
+        broken = f"its promise was broken ({promise['cause']}): {promise['why']}"
+        display.say(display.colour(broken, "failed"))
+    else:
+        _show_open_promise(promise, display)
+
+
+def _show_open_promise(promise: dict[str, Any], display: Display) -> None:
+    left = show_seconds(max(0.0, promise["deadline_at"] - time.time()))
+    if promise["risk"]:
+        display.say(display.colour(f"due in {left}, and at risk: {promise['risk']}", "waiting"))
+        return
+    slack = show_seconds(max(0.0, promise["slack_s"]))
+    survives = "; it leaves time for the loss of any one peer" if promise["survives"] else ""
+    display.say(f"promised: due in {left}, with {slack} to spare{survives}")
+    if promise["rebooked"]:
+        display.say(f"{_many(promise['rebooked'], 'task')} had to be booked again")
 
 
 def _keepers(view: dict[str, Any]) -> str:
@@ -523,7 +601,9 @@ def _follow(workflow: WorkflowHandle, options: argparse.Namespace, display: Disp
         _show(view, display, options.verbose)
         if view["state"] == "succeeded" and display.terminal:
             display.say(display.colour(f"fetch its results: valence get {workflow.id}", "dim"))
-    return 0 if view["state"] == "succeeded" else 1
+    if view["state"] != "succeeded":
+        return 1
+    return TOO_LATE if (view.get("promise") or {}).get("state") == "broken" else 0
 
 
 def _follow_json(workflow: WorkflowHandle, name: str, display: Display) -> None:
@@ -574,7 +654,7 @@ def _bytes_read(view: dict[str, Any]) -> str:
 def _why(options: argparse.Namespace, display: Display) -> int:
     task = Client().workflow(options.id).task(options.task)
     if options.json:
-        keys = ("id", "state", "reason", "waiting_for", "history")
+        keys = ("id", "state", "reason", "waiting_for", "slot", "history")
         return _json(display, {k: task[k] for k in keys})
     display.say(f"{task['id']}: {display.colour(task['state'], task['state'])}")
     if task["waiting_for"]:
@@ -582,9 +662,22 @@ def _why(options: argparse.Namespace, display: Display) -> int:
         display.say(f"{'waiting: ' if waits else ''}{task['waiting_for']}")
     elif task["reason"]:
         display.say(task["reason"])
+    if task.get("slot"):
+        display.say(_booked(task["slot"]))
     for attempt in task["history"]:
         _show_attempt(attempt, display, options.verbose)
     return 0
+
+
+def _booked(slot: dict[str, Any]) -> str:
+    """Where and when it is to run, as promised."""
+    begins_s, ends_s = slot["start_at"] - time.time(), slot["end_at"] - time.time()
+    takes = show_seconds(slot["end_at"] - slot["start_at"])
+    if begins_s > 0:
+        when = f"in {show_seconds(begins_s)}, for up to {takes}"
+    else:
+        when = f"now, until {show_seconds(ends_s)} from now" if ends_s > 0 else "until a moment ago"
+    return f"booked on peer {slot['peer'][:8]}: {when}"
 
 
 def _show_attempt(attempt: dict[str, Any], display: Display, verbose: bool) -> None:

@@ -41,6 +41,10 @@ class Problem(Exception):
         self.status = status
         self.detail = str(document.get("detail") or document.get("title") or "no reason given")
         self.errors: list[dict[str, Any]] = document.get("errors") or []
+        #: the deadline can't be met; `offer` is a later end that can be accepted for a while
+        self.infeasible = str(document.get("type", "")).endswith("deadline-infeasible")
+        self.earliest_in_s: float | None = document.get("earliest_in_s")
+        self.offer: str | None = document.get("offer")
         super().__init__(self.detail)
 
 
@@ -229,11 +233,12 @@ class Client:
         strategy: str | None = None,
         key: str | None = None,
         wait_s: float = 0.0,
+        accept: str | None = None,
     ) -> WorkflowHandle:
         """Submits a file, by its path, or a document as a value; uploads files it names by `path`.
 
         `wait_s`: return when the workflow has ended, or after this long; `view()` then has its
-        newest state."""
+        newest state. `accept`: the `offer` of the `Problem` that an earlier try has raised."""
         from . import submission
 
         text, kind, uploads = submission.prepare(document)
@@ -242,6 +247,7 @@ class Client:
             "size_scale": size_scale,
             "strategy": strategy,
             "wait": wait_s or None,
+            "accept": accept,
         }
         return self.send(text, kind, uploads, settings, key)
 
@@ -262,6 +268,11 @@ class Client:
             headers["Idempotency-Key"] = key
         view = self.request("POST", "/v1/workflows" + (f"?{query}" if query else ""), text, headers)
         return WorkflowHandle(self, view["id"], view)
+
+    def plan(self, text: bytes, kind: str) -> dict[str, Any]:
+        """The plan that a document with a deadline would get now. It is not submitted."""
+        plan: dict[str, Any] = self.request("POST", "/v1/plans", text, {"Content-Type": kind})
+        return plan
 
     def upload(self, path: Path, digest: str | None = None) -> str:
         digest = digest or hash_file(path)

@@ -38,6 +38,10 @@ class Display:
         self.terminal = out.isatty() and os.environ.get("TERM") != "dumb"
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
 
+    @property
+    def columns(self) -> int:
+        return shutil.get_terminal_size().columns
+
     def colour(self, text: str, name: str) -> str:
         code = _COLOURS.get(name)
         return f"{_MARK}{code}m{text}{_MARK}0m" if self.coloured and code else text
@@ -111,6 +115,8 @@ class Progress:
             self._note(f"input {event['failed']}: {event['reason']}", "failed")
         if event["type"] == "home":
             self._taken_over(event)
+        if event["type"] == "promise":
+            self._promise(event)
 
     def _redraw(self, at: float, final: bool) -> None:
         """At most every `BAR_S` or `LINE_S`, but always at the end."""
@@ -128,6 +134,17 @@ class Progress:
         if self._verbose or event.get("forced"):
             text += f": {event['reason']}"
         self._note(text, state)
+
+    def _promise(self, event: dict[str, Any]) -> None:
+        state, reason = event["state"], event.get("reason", "")
+        if state == "at-risk":
+            self._note(f"at risk: {reason}", "retrying")
+        elif state == "on-time":
+            self._note("no longer at risk", "succeeded")
+        elif state == "broken":
+            self._note(f"its promise is broken ({event['cause']}): {reason}", "failed")
+        elif state == "booked" and self._verbose:
+            self._note(f"{event['count']} tasks booked again: {reason}", "retrying")
 
     def _task(self, event: dict[str, Any]) -> None:
         task, state = event["task"], event["state"]

@@ -246,7 +246,7 @@ class Calendar:
         starts = self._fit_here(asks, owner, contested)
         if starts is not None:
             return starts, {}
-        movable = [b for b in self.rows.values() if not b.fixed and b.start_at > now]
+        movable = [b for b in self.rows.values() if not b.fixed]
         if not movable:
             return None
         trial = self._without(movable)
