@@ -21,7 +21,7 @@ from typing import Any
 
 from valence.display import Display
 
-from . import losses, owners, queues, strangers
+from . import losses, owners, promises, queues, strangers
 from .hosts import Hosts
 from .processes import PeerProcesses, until
 
@@ -368,6 +368,11 @@ SCENARIOS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "fair": owners.fair,
     "edited": owners.edited,
     "hostile": strangers.hostile,
+    "promises": promises.promises,
+    "promise-deaths": promises.promise_deaths,
+    "refusals": promises.refusals,
+    "plans": promises.plans,
+    "overruns": promises.overruns,
 }
 
 

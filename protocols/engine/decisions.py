@@ -47,7 +47,7 @@ from .alternatives import mend_branch
 from .effects import CancelCounts, InputsCount, ResultsCount, WhenCommitted
 from .gangs import Mending, mend
 from .judge import LOSSES_MAX, WON, counts, judge
-from .promise import CANCELLED, FAILED
+from .promise import CANCELLED, FAILED, Trouble
 from .run import FINAL, AttemptState, Pending, Run, TaskState, WaitAgain
 from .work import wire_needs
 
@@ -454,12 +454,11 @@ class Decision:
             run.note(WaitAgain(tuple(task.id for task in pending)))
         self.place_ready([task for task in tasks if task.state == "waiting"])
 
-    def break_promise(self) -> None:
+    def break_promise(self, worst: Trouble) -> None:
         """The deadline has passed. What is left runs like any other work, or is given up."""
         promise = self.run.promise
         if promise is None or not promise.is_open:
             return
-        worst = promise.worst()
         self.write(PromiseEnded(kept=False, cause=worst.cause, why=worst.why))
         self._do(effects.Count("promises_broken"))
         if self.run.workflow.promise.on_broken == "cancel":

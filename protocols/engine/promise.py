@@ -68,9 +68,11 @@ class WorkflowPromise:
             self.troubles.sort(key=lambda trouble: -trouble.cost_s)
             del self.troubles[TROUBLES_MAX:]
 
-    def worst(self) -> Trouble:
-        if self.troubles:
-            return self.troubles[0]
+    def worst(self, ongoing: Trouble | None = None) -> Trouble:
+        """What has cost most time. `ongoing`: what costs time just now."""
+        known = [*self.troubles[:1], *([ongoing] if ongoing is not None else [])]
+        if known:
+            return max(known, key=lambda trouble: trouble.cost_s)
         return Trouble(DATA_LATE, "its tasks got their data or their turn too late", 0.0)
 
 

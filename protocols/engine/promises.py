@@ -23,7 +23,7 @@ from valence.workflow.model import Workflow
 from valence.workflow.quantities import show_seconds
 from valence.workflow.sequences import Graph, Slot
 
-from ..capacity.bookings import LENGTH_EXTRA_S, LENGTH_FACTOR
+from ..capacity.bookings import LENGTH_EXTRA_S, LENGTH_FACTOR, length_here
 from ..membership.members import Members, State
 from ..strategies.base import BookedSlot, Plan, Planner, PlanRequest
 from ..wire.entries import BookedTask, PromiseAtRisk, Promised, TasksBooked
@@ -31,8 +31,10 @@ from ..wire.messages import Member
 from .lengths import Lengths
 from .performer import Decide
 from .promise import (
+    OVERRUN,
     OVERRUN_SHARE,
     RemainingWork,
+    Trouble,
     WorkflowPromise,
     due_of,
     spare_for_one_s,
@@ -285,7 +287,7 @@ class Promises:
         now, wall = self._now(), self._clock()
         if wall > promise.deadline_at:
             with self._deciding(run) as decide:
-                decide.break_promise()
+                decide.break_promise(promise.worst(self._overrun(run, promise)))
             return
         self._drop_lost(run, promise)
         missing = self._missing(run, promise)
@@ -349,6 +351,24 @@ class Promises:
             end = now + max(LENGTH_EXTRA_S, OVERRUN_SHARE * (now - since))
         return Slot(min(since, now), end)
 
+    def _overrun(self, run: Run, promise: WorkflowPromise) -> Trouble | None:
+        """The task that runs now and has exceeded its time most."""
+        worst: Trouble | None = None
+        for name, said_s in promise.lengths.items():
+            task = run.tasks[name]
+            attempt = task.attempt(task.number) if task.state == "running" else None
+            row = promise.slots.get(name)
+            if attempt is None or row is None:
+                continue
+            begun_at = max(attempt.at, min(row.start_at, self._clock()))
+            took_s = self._clock() - begun_at
+            over_s = took_s - length_here(said_s, 1.0)
+            if over_s > (worst.cost_s if worst is not None else 0.0):
+                said = f"was said to take {show_seconds(said_s)}"
+                why = f"{name} has run for {show_seconds(took_s)}, and {said}"
+                worst = Trouble(OVERRUN, why, over_s)
+        return worst
+
     def _foresee(self, run: Run, promise: WorkflowPromise) -> None:
         """Notes when the workflow will end, and whether that is too late."""
         ends = self._rest(run, promise, kept=True).ends(self._now(), APART_S)
@@ -357,7 +377,7 @@ class Promises:
         late_s = promise.ends_at - promise.deadline_at
         why = ""
         if late_s > 0:
-            trouble = promise.worst()
+            trouble = promise.worst(self._overrun(run, promise))
             why = f"{last} is expected to end {show_seconds(late_s)} too late: {trouble.why}"
         if bool(why) != bool(promise.risk):
             with self._deciding(run) as decide:
