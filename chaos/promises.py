@@ -213,7 +213,7 @@ def _home_killed(cluster: PeerProcesses, times: int = 5) -> list[float]:
         def confirmed() -> bool:
             view = other.workflow(workflow.id).view()  # noqa: B023
             promise = view["promise"]
-            return promise["confirmed"] or promise["state"] == "kept"
+            return bool(promise["confirmed"] or promise["state"] == "kept")
 
         until(confirmed, 60, every_s=0.05)
         took.append(time.monotonic() - killed)

@@ -386,9 +386,14 @@ class Ledger:
         if ended.kind == "ok" and lines and not any(_settled(line, ended) for line in lines):
             raise Violation(f"{ended.key}: its result was let go before it was committed")
 
-    def accepts(self, workflow: str, tasks: int, key: str | None) -> None:
-        """A user is told that a submission will not be lost."""
+    def accepts(self, workflow: str, tasks: int, key: str | None, promised: bool = False) -> None:
+        """A user is told that a submission will not be lost, and perhaps when it will be done."""
         self.acknowledged[workflow] = tasks
+        lines = self.lines(workflow)
+        if promised and lines and not any(line.promise for line in lines):
+            raise Violation(
+                f"{workflow} was promised to its user, and its journal says nothing of it"
+            )
         if key is None:
             return
         first = self.keys.setdefault(key, workflow)

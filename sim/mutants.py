@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import valence.protocols.capacity.calendar
 import valence.protocols.consensus.election
 import valence.protocols.consensus.lines
 import valence.protocols.consensus.replica
 import valence.protocols.engine.decisions
 import valence.protocols.engine.judge
+import valence.workflow.sequences
 from valence.peer.journal_storage import SqliteJournalStorage
 from valence.protocols.capacity.admission import Admission
+from valence.protocols.capacity.bookings import Bookings
+from valence.protocols.capacity.calendar import Profile
 from valence.protocols.consensus.archive import Archive
 from valence.protocols.consensus.election import Elections
 from valence.protocols.consensus.keeping import Keeping
@@ -33,11 +37,13 @@ from valence.protocols.engine.gangs import Mending
 from valence.protocols.engine.gateway import Gateway
 from valence.protocols.engine.home import Home
 from valence.protocols.engine.journal import Journal
+from valence.protocols.engine.promises import NotPromised, Promises
 from valence.protocols.engine.reception import Reception
 from valence.protocols.engine.run import FINAL, Run
 from valence.protocols.membership.members import State
+from valence.protocols.strategies.deadline.provider import Provider
 from valence.protocols.tasks import Tasks
-from valence.protocols.wire.entries import InputsStaged
+from valence.protocols.wire.entries import InputsStaged, PromiseEnded
 from valence.protocols.wire.messages import Elected
 from valence.protocols.wire.rpc import Rpc
 
@@ -632,3 +638,167 @@ def whole_submissions_are_taken_for_broken_off() -> list[Patch]:
         take_up(self, workflow, None)
 
     return [(Home, "_take_up", hasty)]
+
+
+# --------------------------------------------------------------------------- promises
+
+HERE = "tests/test_promises.py::"
+CALENDAR = "tests/test_calendar.py::"
+
+
+@mutant
+@where(strategy="deadline")
+@shows("was promised its place and must make way")
+def promises_can_be_evicted() -> list[Patch]:
+    may_make_way = Admission._may_make_way
+
+    def any_unit(self: Any, promise: Any, now: float) -> Any:
+        for other in list(self.bookings.running()):
+            if other.unit not in self._making_way:
+                yield 0, other.unit, other.needs
+        yield from may_make_way(self, promise, now)
+
+    return [(Admission, "_may_make_way", any_unit)]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("keeps bookings of workflows that are over")
+def holds_never_expire() -> list[Patch]:
+    return [(Bookings, "expire", lambda self, now: [])]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("was promised to its user, and its journal says nothing of it")
+def promises_before_the_journal() -> list[Patch]:
+    create = Home._create
+
+    async def hasty(
+        self: Any, run: Any, text: Any, about: Any, patient: Any, named: Any, admitted: Any = None
+    ) -> Any:
+        return await create(self, run, text, about, patient, named)
+
+    return [(Home, "_create", hasty)]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("is promised, and not all of its tasks are booked")
+def a_plan_may_leave_tasks_out() -> list[Patch]:
+    rows = Promises._rows
+    return [(Promises, "_rows", lambda self, slots: rows(self, slots)[1:])]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("is called kept, and it was late")
+def late_is_kept() -> list[Patch]:
+    def kept(self: Any, state: str, reason: str) -> None:
+        promise = self.run.promise
+        if promise is not None and promise.is_open:
+            self.write(PromiseEnded(kept=True, cause="", why=""))
+
+    def nothing(self: Any, worst: Any) -> None:
+        pass
+
+    return [(Decision, "_end_promise", kept), (Decision, "break_promise", nothing)]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("is neither kept nor broken")
+def promises_have_no_end() -> list[Patch]:
+    return [(Decision, "_end_promise", lambda self, state, reason: None)]
+
+
+@mutant
+@where(strategy="deadline")
+@shows("over-booked")
+def bookings_overlap() -> list[Patch]:
+    def at_once(self: Any, start: float, end: float, needs: Any, times: int = 1) -> None:
+        pass
+
+    return [(Profile, "add", at_once)]
+
+
+@mutant
+@seen_by(HERE + "test_a_new_home_affirms_the_bookings_of_the_old_one")
+def a_new_home_forgets_bookings() -> list[Patch]:
+    async def nothing(self: Any, run: Any, promise: Any) -> None:
+        pass
+
+    return [(Promises, "_confirm", nothing)]
+
+
+@mutant
+@seen_by(HERE + "test_a_restarted_peer_has_its_bookings_still")
+def a_restart_loses_bookings() -> list[Patch]:
+    return [(Provider, "load", lambda self: None)]
+
+
+@mutant
+@seen_by(HERE + "test_the_earliest_end_is_accepted_when_it_is_asked_for")
+def earliest_is_a_guess() -> list[Patch]:
+    init = NotPromised.__init__
+
+    def guess(self: Any, why: str, earliest_at: Any, offer: str = "") -> None:
+        init(self, why, None if earliest_at is None else earliest_at - 5.0, offer)
+
+    return [(NotPromised, "__init__", guess)]
+
+
+@mutant
+@seen_by(HERE + "test_a_task_is_booked_again_when_its_peer_dies")
+def the_old_booking_stays() -> list[Patch]:
+    return [(Bookings, "let_go", lambda self, lease, home: False)]
+
+
+@mutant
+@seen_by(CALENDAR + "test_memory_is_booked_too")
+def memory_is_not_booked() -> list[Patch]:
+    def cores_only(used: Any, needs: Any, limit: Any) -> bool:
+        return bool(needs[0] > 0 and used[0] + needs[0] > limit[0])
+
+    return [(valence.protocols.capacity.calendar, "exceeds", cores_only)]
+
+
+@mutant
+@seen_by(CALENDAR + "test_units_begin_in_the_order_of_their_deadlines")
+def booked_units_begin_in_order_of_arrival() -> list[Patch]:
+    return [(Bookings, "waiting", lambda self: list(self._waiting.values()))]
+
+
+@mutant
+@seen_by(CALENDAR + "test_only_a_unit_that_takes_too_long_makes_way_for_another_promise")
+def overruns_are_ignored() -> list[Patch]:
+    return [(Bookings, "overrunning", lambda self, now: [])]
+
+
+@mutant
+@seen_by(CALENDAR + "test_a_hold_that_nobody_confirms_expires_and_a_booking_does_not")
+def bookings_fall_with_their_home() -> list[Patch]:
+    def forsake(self: Any, home: bytes) -> bool:
+        gone = [p for p in self.promises.values() if p.home == home]
+        for promise in gone:
+            self._drop(promise)
+        return bool(gone)
+
+    return [(Bookings, "forsake", forsake)]
+
+
+@mutant
+@seen_by("tests/test_sequences.py::test_windows_leave_time_for_parents_that_are_still_to_come")
+def windows_forget_parents_to_come() -> list[Patch]:
+    windows = valence.workflow.sequences.windows
+
+    def forgetful(graph: Any, slots: Any, now: float, deadline: float, apart_s: float = 0.0) -> Any:
+        spans = windows(graph, slots, now, deadline, apart_s)
+        return {
+            task: valence.workflow.sequences.Window(
+                max([now, *(slots[p].end for p in graph.parents[task] if p in slots)]), span.end
+            )
+            for task, span in spans.items()
+        }
+
+    return [(valence.workflow.sequences, "windows", forgetful)]

@@ -164,7 +164,8 @@ class Users:
         if not isinstance(answer, tuple):
             return None
         workflow: str = answer[0]
-        self._world.guard(lambda: self._world.ledger.accepts(workflow, tasks, key))
+        promised = _is_promised(json.loads(text))
+        self._world.guard(lambda: self._world.ledger.accepts(workflow, tasks, key, promised))
         return workflow
 
     async def _acknowledged(self, host: Host, workflow: str, tasks: int) -> None:
@@ -250,3 +251,11 @@ class Users:
             if host.up:
                 break
         return host
+
+
+def _is_promised(document: dict[str, Any]) -> bool:
+    """Whether such a workflow is only accepted with a promise."""
+    alone = all(task["peers"] == 1 for task in document["tasks"].values())
+    terms = document.get("promise", {})
+    wanted = "deadline" in document and terms.get("infeasible") != "best-effort"
+    return document["strategy"] == "deadline" and wanted and alone

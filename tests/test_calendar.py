@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.mutants import applied
 from valence.protocols.capacity.admission import Admission
 from valence.protocols.capacity.bookings import Bookings, Commitment, length_here
 from valence.protocols.capacity.calendar import Booking, BookingAsk, Calendar, Profile, exceeds
@@ -84,12 +86,14 @@ def test_a_booking_makes_room_in_its_window_and_never_leaves_it() -> None:
     assert held(peer, ask(3, 2, 6)) is None
 
 
-def test_memory_is_booked_too() -> None:
+@pytest.mark.parametrize("mutant", ["", "memory-is-not-booked"])
+def test_memory_is_booked_too(mutant: str) -> None:
     peer = bookings(8)
     need = Capacity(1000, 2**29)
-    assert held(peer, BookingAsk(need, 2, 0, 2, 2))
-    assert held(peer, BookingAsk(need, 2, 0, 2, 2))
-    assert held(peer, BookingAsk(need, 2, 0, 2, 2)) is None
+    with applied(mutant):
+        assert held(peer, BookingAsk(need, 2, 0, 2, 2))
+        assert held(peer, BookingAsk(need, 2, 0, 2, 2))
+        assert (held(peer, BookingAsk(need, 2, 0, 2, 2)) is None) is not bool(mutant)
 
 
 # --------------------------------------------------------------------------- shares
@@ -197,14 +201,17 @@ def test_what_is_loaded_keeps_to_its_windows() -> None:
     assert after.new_id() not in before.promises
 
 
-def test_a_hold_that_nobody_confirms_expires_and_a_booking_does_not() -> None:
+@pytest.mark.parametrize("mutant", ["", "bookings-fall-with-their-home"])
+def test_a_hold_that_nobody_confirms_expires_and_a_booking_does_not(mutant: str) -> None:
     peer = bookings(1)
     (hold,) = peer.hold(b"h", "w", "o", [ask(2, 50, 60)], 0.0) or []
     (booked,) = peer.hold(b"h", "w", "o", [ask(2, 70, 80)], 0.0) or []
     assert peer.confirm(booked.id, "w", b"h", 1, 80.0, 0.0)
     assert peer.expire(16.0) == [hold.id]
-    assert not peer.forsake(b"h")
-    assert peer.expire(121.0) == [booked.id]
+    with applied(mutant):
+        assert peer.forsake(b"h") is bool(mutant)
+    if not mutant:
+        assert peer.expire(121.0) == [booked.id]
 
 
 def test_a_home_of_an_older_epoch_does_not_speak_for_a_booking() -> None:
@@ -290,7 +297,18 @@ def test_a_unit_that_made_way_three_times_keeps_its_place() -> None:
     peer.sanity_check()
 
 
-def test_only_a_unit_that_takes_too_long_makes_way_for_another_promise() -> None:
+@pytest.mark.parametrize("mutant", ["", "booked-units-begin-in-order-of-arrival"])
+def test_units_begin_in_the_order_of_their_deadlines(mutant: str) -> None:
+    peer = admission(1)
+    late, soon = booked(peer, 1, 0, 50), booked(peer, 1, 0, 20)
+    for name, promise in (("late", late), ("soon", soon)):
+        peer.commit(b"h", promise.id, name, 0.0, None, "w")
+    with applied(mutant):
+        assert peer.starts(2.0) == (["late"] if mutant else ["soon"])
+
+
+@pytest.mark.parametrize("mutant", ["", "overruns-are-ignored"])
+def test_only_a_unit_that_takes_too_long_makes_way_for_another_promise(mutant: str) -> None:
     peer = admission(1)
     first, second = booked(peer, 5, 0, 5), booked(peer, 5, 10, 15)
     peer.bookings.promises[second.id].workflow = "other"
@@ -298,8 +316,9 @@ def test_only_a_unit_that_takes_too_long_makes_way_for_another_promise() -> None
     assert peer.starts(0.0) == ["first"]
     peer.commit(b"h", second.id, "second", 1.0, None, "other")
     assert peer.starts(4.0) == []
-    assert peer.starts(10.0) == []
-    assert peer.told_to_go() == ["first"]
+    with applied(mutant):
+        assert peer.starts(10.0) == []
+    assert peer.told_to_go() == ([] if mutant else ["first"])
     peer.release("first")
     assert peer.starts(10.1) == ["second"]
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from bench.papers.deadline.models import fork_join, laplace, layered
 from bench.papers.deadline.spans import by_paper, by_whole_graph
+from sim.mutants import applied
+from valence.workflow import sequences
 from valence.workflow.sequences import Graph, Slot, decompose, stages, windows
 
 
@@ -104,6 +106,14 @@ def test_by_the_papers_rule_many_graphs_have_a_task_without_a_window() -> None:
     assert all(by_paper(graph, 1.1 * graph.critical_path_s()) for graph in equal)
 
 
+@pytest.mark.parametrize("mutant", ["", "windows-forget-parents-to-come"])
+def test_windows_leave_time_for_parents_that_are_still_to_come(mutant: str) -> None:
+    graph = Graph.of({"a": 1, "b": 1, "c": 1}, {"a": [], "b": ["a"], "c": ["b"]})
+    with applied(mutant):
+        spans = sequences.windows(graph, {}, 0.0, 10.0)
+    assert (spans["c"].start >= 2) is not bool(mutant)
+
+
 def test_windows_end_where_allocated_children_begin() -> None:
     graph = Graph.of({"a": 1, "b": 1, "c": 1}, {"a": [], "b": [], "c": ["a", "b"]})
     spans = windows(graph, {"a": Slot(0, 1), "c": Slot(4, 5)}, 0.0, 10.0, apart_s=0.5)
@@ -115,7 +125,6 @@ def test_ten_thousand_tasks_are_decomposed_in_one_pass() -> None:
     """(A path is looked for again only where an extraction has changed something.)"""
     graph = laplace(60)
     looked = 0
-    from valence.workflow import sequences
 
     class Counted(sequences._Extraction):
         def _longest(self, task: str) -> float:

@@ -242,7 +242,7 @@ class Gateway:
             why = refusal.why
             if not refusal.offer:
                 return views.PlanView(feasible=False, why=why, deadline_at=due)
-            admitted = await promises.admit(workflow_id, workflow, owner, text, refusal.offer)
+            admitted = promises.offered(refusal.offer)
         promises.release(admitted)
         rows = admitted.entry.booked
         return views.PlanView(

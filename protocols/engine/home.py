@@ -202,7 +202,7 @@ class Home:
         admitted = await self._admit(workflow_id, workflow, owner, text, accept)
         if admitted is None:
             return await self._create(run, text, about, patient, named)
-        options["promised"] = True
+        options["promised"] = run.to_be_promised = True
         about = about._replace(options=json.dumps(options))
         run.submitted_at = self._clock()  # planning took its time
         try:

@@ -93,6 +93,7 @@ class _StandingOffer:
     owner: str
     document: bytes
     admitted: Admitted
+    takes_s: float
     until: float
 
 
@@ -155,13 +156,13 @@ class Promises:
         self, workflow_id: str, workflow: Workflow, owner: str, document: bytes, accept: str = ""
     ) -> Admitted:
         """A plan with slots for all tasks; else raises `NotPromised`."""
+        now, wall = self._now(), self._clock()
+        deadline = due_at(workflow, wall)
         if accept:
-            return self._accepted(accept, owner, document)
+            deadline = wall + self._accepted(accept, owner, document)
         for name, standing in list(self._offers.items()):
             if standing.owner == owner and standing.document == document:
                 self._withdraw_offer(name)  # its slots would stand in the way of the new plan
-        now, wall = self._now(), self._clock()
-        deadline = due_at(workflow, wall)
         assert deadline is not None
         assert self.planner is not None
         deadline = min(deadline, wall + DEADLINE_MAX_S)
@@ -222,14 +223,18 @@ class Promises:
         if len(self._offers) >= OFFERS_MAX:
             self._withdraw_offer(next(iter(self._offers)))
         name = self._new_id()
-        self._offers[name] = _StandingOffer(owner, document, admitted, self._now() + OFFER_S)
+        takes_s = admitted.deadline_at - self._clock()
+        until = self._now() + OFFER_S
+        self._offers[name] = _StandingOffer(owner, document, admitted, takes_s, until)
         if self.planner is not None:
             self.planner.renew(admitted.workflow, admitted.plan.slots.values())
         loop = asyncio.get_running_loop()
         loop.call_later(OFFER_S + 0.1, self._forget_offers)
         return name
 
-    def _accepted(self, name: str, owner: str, document: bytes) -> Admitted:
+    def _accepted(self, name: str, owner: str, document: bytes) -> float:
+        """In how many seconds it will be done, as was offered. (The time in which its user made up
+        his mind is not held against him: the plan begins now. Until now its slots were kept.)"""
         self._forget_offers()
         offer = self._offers.get(name)
         if offer is None or offer.owner != owner:
@@ -237,8 +242,11 @@ class Promises:
             raise NotPromised(gone, None)
         if offer.document != document:
             raise NotPromised(f"the offer {name} was made for another document", None)
-        del self._offers[name]
-        return offer.admitted
+        return offer.takes_s
+
+    def offered(self, name: str) -> Admitted:
+        """The plan of an offer, which stands no more."""
+        return self._offers.pop(name).admitted
 
     def _forget_offers(self) -> None:
         for name in [n for n, offer in self._offers.items() if offer.until <= self._now()]:
