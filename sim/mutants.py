@@ -716,10 +716,10 @@ def promises_have_no_end() -> list[Patch]:
 @where(strategy="deadline")
 @shows("over-booked")
 def bookings_overlap() -> list[Patch]:
-    def at_once(self: Any, start: float, end: float, needs: Any, times: int = 1) -> None:
-        pass
+    def at_once(self: Any, needs: Any, length_s: float, start: float, limit: Any) -> float:
+        return start
 
-    return [(Profile, "add", at_once)]
+    return [(Profile, "earliest", at_once)]
 
 
 @mutant

@@ -489,7 +489,7 @@ def test_from_the_command_line(cluster: Cluster, tmp_path: Any) -> None:
     offer = refused.stderr.partition("--accept ")[2].split()[0]
     taken = cluster.cli("submit", str(path), "--accept", offer, "--watch")
     assert taken.returncode == 0, taken.stderr
-    path.write_text(json.dumps(live(0.3, "300ms")).replace("sleep 0.3", "sleep 6"))
+    path.write_text(json.dumps(live(0.3, "300ms")).replace("sleep 0.3", "sleep 2.5"))
     refused = cluster.cli("submit", str(path))
     offer = refused.stderr.partition("--accept ")[2].split()[0]
     late = cluster.cli("submit", str(path), "--accept", offer, "--watch")
