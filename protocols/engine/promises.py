@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from valence.workflow.model import Workflow
+from valence.workflow.model import Source, Workflow
 from valence.workflow.quantities import show_seconds
 from valence.workflow.sequences import Graph, Slot
 
@@ -55,6 +55,8 @@ OFFER_S = 10.0
 OFFERS_MAX = 100
 OFFERS_OF_OWNER_MAX = 5
 APART_S = 0.1
+#: how fast files travel between peers, as plans assume
+BYTES_PER_S = 50e6
 #: what an end may be later than foreseen in an offer, as plans are made of times that pass
 OFFER_MARGIN_S = 0.5
 DEADLINE_MAX_S = 366 * 86400.0
@@ -191,8 +193,12 @@ class Promises:
         raise NotPromised(plan.why, ends_at, offer)
 
     def graph_of(self, workflow: Workflow, owner: str) -> Graph:
+        """The whole workflow. Inputs whose size is known count with the time that they travel; the
+        sizes of files that are yet to be made are not known."""
+        sizes = {name: _known_bytes(source) for name, source in workflow.inputs.items()}
         lengths = {
-            name: self.lengths.of(owner, workflow.name, spec) or 0.0
+            name: (self.lengths.of(owner, workflow.name, spec) or 0.0)
+            + sum(sizes.get(file, 0) for file in spec.inputs) / BYTES_PER_S
             for name, spec in workflow.tasks.items()
         }
         return Graph.of(lengths, workflow.parents)
@@ -330,7 +336,7 @@ class Promises:
         """What is left to do. `kept`: with the slots of tasks that have not begun."""
         left = [task for task in run.tasks.values() if task.state not in FINAL]
         names = {task.id for task in left}
-        lengths = {task.id: promise.lengths.get(task.id, 1.0) for task in left}
+        lengths = {task.id: self._length_s(run, promise, task.id) for task in left}
         parents = {
             task.id: tuple(p for p in run.workflow.parents[task.id] if p in names) for task in left
         }
@@ -344,6 +350,16 @@ class Promises:
             elif row is not None and kept:
                 slots[task.id] = Slot(row.start_at + offset, row.end_at + offset)
         return RemainingWork(Graph.of(lengths, parents), slots, frozenset(running))
+
+    def _length_s(self, run: Run, promise: WorkflowPromise, task: str) -> float:
+        """As it was said when the promise was made, with the time that inputs travel which are
+        known by now."""
+        length_s = promise.lengths.get(task, 1.0)
+        if run.tasks[task].state == "running":
+            return length_s
+        files = (run.file(name) for name in run.workflow.tasks[task].inputs)
+        travelling = sum(file.size for file in files if file is not None) / BYTES_PER_S
+        return max(length_s, (run.runtime_s(task) or 0.0) + travelling)
 
     def _running_slot(
         self, run: Run, task: str, length_s: float, row: BookedTask | None, offset: float
@@ -517,6 +533,10 @@ class Promises:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _known_bytes(source: Source) -> int:
+    return int(source.value) if source.kind == "size" else 0
 
 
 def never_in_time(why: str, earliest_at: float | None, now: float) -> str:
