@@ -339,5 +339,5 @@ class Bookings:
                 on_time.add(replace(booking))
                 assert booking.start_at >= booking.start_line - TINY_S or booking.fixed
         times = [p.booking.start_at for p in self.promises.values()]
-        used = [on_time.at(time) for time in times if time >= now]
+        used = [on_time.at(time + TINY_S) for time in times if time >= now]
         assert not any(exceeds(NOTHING, u, self.calendar.capacity) for u in used), "over-booked"

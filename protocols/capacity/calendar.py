@@ -116,6 +116,20 @@ class Profile:
         behind = bisect.bisect_left(self._times, end, lo=first + 1)
         return Capacity(*map(max, zip(*self._used[first:behind], strict=True)))
 
+    def holes(self, needs: Capacity, now: float, limit: Capacity) -> list[tuple[float, float]]:
+        """The times from now on in which such needs fit."""
+        open_since: float | None = None
+        listed = []
+        for i in range(bisect.bisect_right(self._times, now) - 1, len(self._times)):
+            start = max(now, self._times[i])
+            if exceeds(self._used[i], needs, limit):
+                if open_since is not None:
+                    listed.append((open_since, start))
+                open_since = None
+            elif open_since is None:
+                open_since = start
+        return listed if open_since is None else [*listed, (open_since, math.inf)]
+
     def earliest(self, needs: Capacity, length_s: float, start: float, limit: Capacity) -> float:
         """The first time from `start` on at which there is room for so long; infinite: never."""
         times, used = self._times, self._used
@@ -223,6 +237,12 @@ class Calendar:
                 if at + ask.length_s > ask.due_at + TINY_S or at == math.inf:
                     return None
         return at
+
+    def holes(self, needs: Capacity, now: float) -> list[tuple[float, float]]:
+        """When such needs could be booked here, as all bookings stand: from, until (section V.A).
+        The last hole has no end."""
+        limit = self.capacity if self._is_large(needs) else self._limit
+        return self._all.holes(needs, now, limit)
 
     def has_room(self, needs: Capacity, start: float, end: float) -> bool:
         """Whether work that was promised nothing fits beside all bookings."""

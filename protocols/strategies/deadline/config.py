@@ -18,3 +18,8 @@ class DeadlineConfig:
     affirm_s: float = 30.0  # how often a home affirms its bookings
     forget_s: float = 5.0  # how often used bookings are deleted from the disk
     confirm_rows_max: int = 2000  # in one message
+    # The tree of summaries. Wide, so that there are few levels: a million peers have five.
+    width: int = 16
+    cells_max: int = 96  # in one summary
+    update_gap_s: float = 0.2
+    update_bytes_per_s: float = 500.0
