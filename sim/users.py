@@ -40,7 +40,6 @@ class Users:
             self._betrayal = 0.0  # so many die already
         self.following: set[str] = set()
         self.problem = "no answer"  # the last one that a user was told
-        self.refusal: dict[str, Any] = {}  # what was said of a deadline that can't be met
 
     async def run(self) -> None:
         plan = self._world.plan
@@ -57,8 +56,6 @@ class Users:
             return await host.do(work, limit_s)
         except ApiError as problem:
             self.problem = f"{problem.status}: {problem.detail}"
-            if problem.status == 409:
-                self.refusal = problem.more
             if problem.status not in RETRIED:
                 self._world.fail(f"a user is told {problem.status}: {problem.detail}")
             return None
@@ -121,10 +118,10 @@ class Users:
         for _ in range(SUBMISSIONS_MAX):
             host = self._any()  # (drawn even if the queue is asked)
             host = queue or host
-            self.refusal = {}
-            workflow = await self._submit_at(host, text, tasks, key)
-            if workflow is None and self.refusal:
-                workflow = await self._after_refusal(host, document, tasks)
+            refusal: dict[str, Any] = {}
+            workflow = await self._submit_at(host, text, tasks, key, refusal=refusal)
+            if workflow is None and refusal:
+                workflow = await self._after_refusal(host, document, tasks, refusal)
                 text = json.dumps(document).encode()
             if workflow is not None:
                 await self._acknowledged(host, workflow, tasks)
@@ -134,9 +131,11 @@ class Users:
                 return
             await asyncio.sleep(rng.random())
 
-    async def _after_refusal(self, host: Host, document: dict[str, Any], tasks: int) -> str | None:
+    async def _after_refusal(
+        self, host: Host, document: dict[str, Any], tasks: int, refusal: dict[str, Any]
+    ) -> str | None:
         """The deadline can't be met: its user takes the offer, or has more time next time."""
-        refusal, text = self.refusal, json.dumps(document).encode()
+        text = json.dumps(document).encode()
         self._world.ledger.counts["refused"] += 1
         if refusal.get("offer") and self._rng.random() < 0.5:
             await asyncio.sleep(self._rng.random())
@@ -153,14 +152,20 @@ class Users:
         return queue if queue is not None and self._rng.random() < 0.7 else None
 
     async def _submit_at(
-        self, host: Host, text: bytes, tasks: int, key: str | None, offer: str = ""
+        self,
+        host: Host,
+        text: bytes,
+        tasks: int,
+        key: str | None,
+        offer: str = "",
+        refusal: dict[str, Any] | None = None,
     ) -> str | None:
         """The workflow's id, once it is acknowledged."""
         options: dict[str, Any] = {"idempotency": key} if key else {}
         if offer:
             options["accept"] = offer
         submission = host.enactment.gateway.submit(text, options, OWNER, False)
-        answer = await self.ask(host, submission, ANSWER_S)
+        answer = await self.ask(host, _refusable(submission, refusal), ANSWER_S)
         if not isinstance(answer, tuple):
             return None
         workflow: str = answer[0]
@@ -259,3 +264,13 @@ def _is_promised(document: dict[str, Any]) -> bool:
     terms = document.get("promise", {})
     wanted = "deadline" in document and terms.get("infeasible") != "best-effort"
     return document["strategy"] == "deadline" and wanted and alone
+
+
+async def _refusable(submission: Coroutine[Any, Any, Any], refusal: dict[str, Any] | None) -> Any:
+    """Notes what is said of a deadline that can't be met."""
+    try:
+        return await submission
+    except ApiError as problem:
+        if problem.status == 409 and refusal is not None:
+            refusal.update(problem.more)
+        raise

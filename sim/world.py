@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from valence.protocols.config import LAN, Config
+from valence.protocols.strategies.deadline.config import DeadlineConfig
 from valence.protocols.wire.messages import (
     Ask,
     Capacity,
@@ -320,6 +321,8 @@ def _drawn_config(plan: Plan, rng: random.Random) -> Config:
     slice_bytes = plan.slice_bytes or _drawn_slice_bytes(plan)
     if slice_bytes < LAN.keep_bytes_max:  # copies and documents arrive bit by bit
         config = replace(config, keep_bytes_max=slice_bytes, document_part_bytes=200)
+    if plan.strategy == "deadline" and random.Random(f"tree {plan.seed}").random() < 0.5:
+        config = config.having(DeadlineConfig(direct_max=0))  # a tree of a few peers
     if plan.seed % 2 and not plan.crowded:  # news spread as in a large cluster
         config = replace(config, wave_min=3, wave_width=2)
     return config

@@ -16,7 +16,7 @@ Rules, and why a promise outlives what made it:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..wire.messages import Capacity
@@ -92,6 +92,7 @@ class Bookings:
         self._units: dict[Hashable, Commitment] = {}
         self._waiting: dict[int, Commitment] = {}  # committed, and not running yet
         self._wanting: dict[str, float] = {}  # owners that were refused: until when that counts
+        self.on_changed: Callable[[], None] = lambda: None  # the holes between them are others
         self._gone: list[int] = []  # confirmed bookings that are on disk for nothing
         self._next_id = FIRST_ID
 
@@ -126,6 +127,7 @@ class Bookings:
             self.calendar.add(booking)
             self.promises[booking.id] = promise
             made.append(promise)
+        self.on_changed()
         return made
 
     def new_id(self) -> int:
@@ -204,6 +206,7 @@ class Bookings:
         self._waiting.pop(promise.id, None)
         if promise.unit is not None:
             self._units.pop(promise.unit, None)
+        self.on_changed()
 
     def take_gone(self, now: float) -> list[int]:
         """Confirmed bookings that were used or released since the last time."""

@@ -29,7 +29,7 @@ from valence.protocols.strategies.deadline.branch import CELL_BYTES, UPDATE_BYTE
 from valence.protocols.strategies.deadline.config import DeadlineConfig
 from valence.protocols.strategies.deadline.leaf import Leaf
 from valence.protocols.strategies.deadline.points import dyadic
-from valence.protocols.strategies.deadline.summary import BEGUN, Cell, Sought, Summary
+from valence.protocols.strategies.deadline.summary import BEGUN, HoleCell, Sought, Summary
 from valence.protocols.wire.messages import Capacity, Contact, Needs, Traits
 from valence.workflow.sequences import Graph
 
@@ -131,7 +131,7 @@ class Crowd:
         self._levels = max(1, math.ceil(math.log(peers, WIDTH) - 1e-9))
         self._branches: dict[tuple[int, int], Branch] = {}
         self._scheduled: set[tuple[int, int]] = set()
-        self._cells: dict[Cell, Cell] = {}
+        self._cells: dict[HoleCell, HoleCell] = {}
         self._points_at, self._points = -1.0, [0.0]
         low, high = math.log2(speeds[0]), math.log2(speeds[1])
         # quarters of an octave, as a summary tells them
@@ -364,7 +364,8 @@ class Crowd:
         self._changed(level, index)
 
     def _route(self, host: int, child: Any, seek: Seek) -> None:
-        self._send_seek(host, *child, seek)
+        level, index = child
+        self._send_seek(host, level, index, seek)
 
     def _changed(self, level: int, index: int) -> None:
         """Its update is due at some time: one event for each branch or leaf."""

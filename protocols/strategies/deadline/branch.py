@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from .config import DeadlineConfig
-from .summary import Cell, Sought, Summary, bounded, end_in
+from .summary import HoleCell, Sought, Summary, bounded, end_in
 
 CELL_BYTES, UPDATE_BYTES = 11, 60  # of a message, about: a cell, and all the rest
 
@@ -39,7 +39,7 @@ class Branch:
     config: DeadlineConfig
     children: dict[Hashable, _Child] = field(default_factory=dict)
     _total: Summary = field(default_factory=Counter)
-    _have: dict[Cell, dict[Hashable, int]] = field(default_factory=dict)  # cell → child → count
+    _have: dict[HoleCell, dict[Hashable, int]] = field(default_factory=dict)  # cell → child → count
     _is_changed: bool = False
     _next_at: float = -math.inf
     _seq: int = 0
@@ -71,7 +71,7 @@ class Branch:
             if left:
                 self._add(child, cell, -left)
 
-    def _add(self, child: Hashable, cell: Cell, count: int) -> None:
+    def _add(self, child: Hashable, cell: HoleCell, count: int) -> None:
         have = self._have.setdefault(cell, {})
         have[child] = have.get(child, 0) + count
         if have[child] <= 0:
@@ -102,12 +102,21 @@ class Branch:
         self._seq += 1
         return self._seq, cells
 
+    def again(self, now: float) -> tuple[int, Summary]:
+        """The same as before, for a parent that may not know it."""
+        self._seq += 1
+        return self._seq, Counter(self.summary())
+
+    def silent(self, since: float) -> list[Hashable]:
+        """The children that were not heard of since then."""
+        return [child for child, known in self.children.items() if known.heard_at < since]
+
     # ----------------------------------------------------------------- discovery
 
     def choose(self, tasks: Sequence[Sought], tried: frozenset[Hashable]) -> Hashable | None:
         """The child to send these tasks to; its hole is deducted."""
         best: tuple[float, float] = (math.inf, math.inf)
-        chosen: tuple[Cell, Hashable] | None = None
+        chosen: tuple[HoleCell, Hashable] | None = None
         for cell, have in self._have.items():
             if cell.end < math.inf and (0.0, cell.length_s) >= best:
                 continue

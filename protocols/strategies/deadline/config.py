@@ -23,3 +23,9 @@ class DeadlineConfig:
     cells_max: int = 96  # in one summary
     update_gap_s: float = 0.2
     update_bytes_per_s: float = 500.0
+    # Up to so many members a home asks the peers themselves; beyond, it asks the tree.
+    direct_max: int = 64
+    retell_s: float = 20.0  # how often a summary is told that has not changed
+    forget_child_s: float = 65.0  # a child that was silent for so long
+    hops_max: int = 24
+    seek_s: float = 1.0  # until a home takes what it sought in the tree for lost

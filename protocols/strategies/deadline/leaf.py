@@ -21,6 +21,7 @@ Points = Callable[[float], Sequence[float]]
 
 class Leaf:
     __slots__ = (
+        "_behind_s",
         "_bookings",
         "_config",
         "_is_changed",
@@ -37,10 +38,13 @@ class Leaf:
         traits: Traits,
         config: DeadlineConfig,
         points: Points,
+        behind_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`behind_s`: tree time, less the time of the bookings."""
         self._bookings = bookings
         self._config = config
         self._points = points
+        self._behind_s = behind_s
         self._sizes = [(size, sort_of(size, traits)) for size in _sizes(bookings.calendar.capacity)]
         self._told: Summary | None = None
         self._next_at = -math.inf
@@ -52,9 +56,10 @@ class Leaf:
         self._is_changed = True
 
     def holes(self, now: float) -> Iterator[Hole]:
+        behind_s = self._behind_s()
         for size, sort in self._sizes:
-            for start, end in self._bookings.calendar.holes(size, now):
-                yield sort, start, end
+            for start, end in self._bookings.calendar.holes(size, now - behind_s):
+                yield sort, start + behind_s, end + behind_s
 
     def summary(self, now: float) -> Summary:
         return summarised(self.holes(now), self._points(now), now)
@@ -71,7 +76,15 @@ class Leaf:
         cells = self.summary(now)
         if cells == self._told:
             return None
-        self._told, self._next_at = cells, now + self._config.update_gap_s
+        self._next_at = now + self._config.update_gap_s
+        return self._tell(cells)
+
+    def again(self, now: float) -> tuple[int, Summary]:
+        """For a branch that may not know it."""
+        return self._tell(self.summary(now))
+
+    def _tell(self, cells: Summary) -> tuple[int, Summary]:
+        self._told = cells
         self._seq += 1
         return self._seq, cells
 

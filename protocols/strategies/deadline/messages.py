@@ -7,7 +7,18 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from ...wire.messages import Message, Natural, Needs, Seconds, Text, Word, numbered
+from ...wire.messages import (
+    Contact,
+    Message,
+    Natural,
+    Needs,
+    PeerId,
+    Seconds,
+    Text,
+    Word,
+    Words,
+    numbered,
+)
 
 
 class WindowedTask(NamedTuple):
@@ -82,3 +93,88 @@ class Renew(Message):
 
     workflow: Word
     leases: Annotated[tuple[Natural, ...], Field(max_length=2000)]
+
+
+class SortRow(NamedTuple):
+    """What fits into a hole, see `summary.Sort`."""
+
+    millicores: Natural
+    memory_bytes: Natural
+    gpus: Natural
+    speed: Annotated[float, Field(gt=0, le=1e9)]
+    arch: Word = ""
+    os: Word = ""
+    site: Word = ""
+    labels: Words = ()
+    software: Words = ()
+
+
+HalfSeconds = Annotated[int, Field(ge=-(2**40), le=2**40)]
+
+
+class CellRow(NamedTuple):
+    """Holes of one sort. Reference points are half seconds from the message's `base`."""
+
+    sort: Annotated[int, Field(ge=0, le=200)]
+    start: HalfSeconds | None  # None: it has begun
+    end: HalfSeconds | None  # None: it has no end
+    length: Annotated[int, Field(ge=-100, le=100)] | None  # steps of half an octave; None: no end
+    count: Natural  # type: ignore[assignment]
+
+
+@numbered(105, repeatable=True)
+class Availability(Message):
+    """The summary of a leaf (level 0) or a branch, for the branch above it."""
+
+    level: Annotated[int, Field(ge=0, le=16)]
+    child: PeerId  # its head
+    parent: PeerId  # the head of the branch above, as the sender sees it
+    seq: Natural
+    base: Natural  # of its reference points, in seconds of tree time
+    sorts: Annotated[tuple[SortRow, ...], Field(max_length=200)]
+    cells: Annotated[tuple[CellRow, ...], Field(max_length=1000)]
+
+
+@numbered(106)
+class AvailabilityTaken(Message):
+    """The receiver's tree time, for the sender to follow."""
+
+    now: float
+
+
+class Place(NamedTuple):
+    """A leaf or a branch: its level and its head."""
+
+    level: Annotated[int, Field(ge=0, le=16)]
+    head: PeerId
+
+
+@numbered(107)
+class Seek(Message):
+    """A sequence, or a piece of one, on its way to a peer with a hole for it."""
+
+    id: Natural  # its home's own number
+    home: Contact
+    workflow: Word
+    owner: Annotated[str, Field(max_length=64)]
+    first: Natural  # the index of its first task in the sequence
+    tasks: Annotated[tuple[WindowedTask, ...], Field(min_length=1, max_length=1000)]
+    at: Place
+    hops: Annotated[int, Field(ge=0, le=100)] = 0
+    tried: Annotated[tuple[Place, ...], Field(max_length=8)] = ()
+
+
+@numbered(108)
+class SlotsFound(Message):
+    """From the peer that holds them to the home."""
+
+    id: Natural
+    first: Natural
+    held: Annotated[tuple[HeldTask, ...], Field(max_length=1000)]
+
+
+@numbered(109)
+class NoneFound(Message):
+    id: Natural
+    first: Natural
+    why: Text

@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from valence.workflow.quantities import show_seconds
 
@@ -32,11 +33,25 @@ from .messages import (
     Confirmed,
     Held,
     Hold,
+    NoneFound,
+    Place,
     Renew,
+    Seek,
     SequenceAnswer,
+    SlotsFound,
     TaskSequence,
     WindowedTask,
 )
+from .tree import Tree
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What came back of a sequence that was sought in the tree."""
+
+    over: asyncio.Future[None]
+    wanted: int  # tasks
+    slots: dict[int, BookedSlot] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -304,6 +319,84 @@ class DirectPlanner:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+class TreePlanner(DirectPlanner):
+    """Among many members it seeks in the tree of summaries; what is not found there, or is lost on
+    its way, is asked for directly, at a few peers."""
+
+    def __init__(self, rpc: Rpc, members: Members, tree: Tree, config: DeadlineConfig) -> None:
+        super().__init__(rpc, members, config)
+        self._tree = tree
+        self._sought: dict[int, _Pieces] = {}
+        self._next_id = 1
+        rpc.on(SlotsFound, self._slots_found)
+        rpc.on(NoneFound, self._none_found)
+
+    async def _search(self, request: PlanRequest, searches: list[_Placing]) -> None:
+        if not self._tree.is_used:
+            await super()._search(request, searches)
+            return
+        await asyncio.gather(*(self._seek(request, search) for search in searches if search.peers))
+        left = [search for search in searches if search.best is None]
+        if left:
+            await super()._search(request, left)
+
+    async def _seek(self, request: PlanRequest, search: _Placing) -> None:
+        number, self._next_id = self._next_id, self._next_id + 1
+        pieces = _Pieces(asyncio.get_running_loop().create_future(), len(search.wanted.tasks))
+        seek = Seek(
+            id=number,
+            home=self._members.me.contact,
+            workflow=request.workflow,
+            owner=request.owner[:64],
+            first=0,
+            tasks=search.sequence.tasks,
+            at=Place(0, self._members.me.contact.id),
+        )
+        self._sought[number] = pieces
+        self.asked += 1
+        try:
+            if self._tree.begin(seek):
+                async with asyncio.timeout(self._config.seek_s):
+                    await pieces.over
+        except TimeoutError:
+            pass
+        finally:
+            del self._sought[number]
+            slots = [pieces.slots.get(n) for n in range(len(search.wanted.tasks))]
+            held = [slot for slot in slots if slot is not None]
+            if not self._is_in_windows(search.wanted, held) or not _in_order(held):
+                self.release(pieces.slots.values())
+            else:
+                search.best = (held[0].peer, held)
+
+    def _slots_found(self, sender: Contact, message: SlotsFound) -> None:
+        pieces = self._sought.get(message.id)
+        now = self._now()
+        slots = [
+            BookedSlot(sender, h.lease, now + h.start_in_s, now + h.end_in_s) for h in message.held
+        ]
+        if pieces is None or pieces.over.done():
+            self.release(slots)
+            return
+        for n, slot in enumerate(slots, message.first):
+            if n in pieces.slots:
+                self.release([slot])
+            else:
+                pieces.slots[n] = slot
+        if len(pieces.slots) == pieces.wanted:
+            pieces.over.set_result(None)
+
+    def _none_found(self, sender: Contact, message: NoneFound) -> None:
+        pieces = self._sought.get(message.id)
+        if pieces is not None and not pieces.over.done():
+            pieces.over.set_result(None)
+
+
+def _in_order(slots: list[BookedSlot]) -> bool:
+    """(Pieces of one sequence are booked side by side, each in its own windows.)"""
+    return all(a.end_at <= b.start_at + 1e-3 for a, b in pairwise(slots))
 
 
 def _by_peer(slots: Iterable[BookedSlot]) -> list[tuple[Contact, list[int]]]:

@@ -74,11 +74,17 @@ class Provider:
                 log.warning("%d used bookings stay on the disk: %s", len(gone), error)
 
     def _hold(self, sender: Contact, message: Hold) -> Held:
-        answers = [self._answer(sender, message, sequence) for sequence in message.sequences]
-        self._door.booked()
-        return Held(answers=tuple(answers))
+        return Held(
+            answers=tuple(
+                self.answer(sender.id, message.workflow, message.owner, sequence)
+                for sequence in message.sequences
+            )
+        )
 
-    def _answer(self, sender: Contact, message: Hold, sequence: TaskSequence) -> SequenceAnswer:
+    def answer(
+        self, home: bytes, workflow: str, owner: str, sequence: TaskSequence
+    ) -> SequenceAnswer:
+        """Slots for a sequence, held for that home; or why there are none."""
         admission, now = self._door.admission, self._now()
         if admission.closed:
             return SequenceAnswer(why=admission.closed)
@@ -87,9 +93,10 @@ class Provider:
             if missing:
                 return SequenceAnswer(why="does not have " + " and ".join(missing))
         asks = [self._ask(task, now) for task in sequence.tasks]
-        owner = message.owner or "-"
-        held = self._bookings.hold(sender.id, message.workflow, owner, asks, now)
+        owner = owner or "-"
+        held = self._bookings.hold(home, workflow, owner, asks, now)
         if held is not None:
+            self._door.booked()
             return SequenceAnswer(
                 held=tuple(
                     HeldTask(p.id, max(0.0, p.booking.start_at - now), p.booking.end_at - now)

@@ -2,8 +2,8 @@
 
 After Celaya and Arronategui (2010), section V.B. A hole is a stretch of time in which a peer could
 run something. It is counted in a *cell*: what fits into it (`Sort`), the reference points around it
-(from `start` to `end`) and its length, rounded down. Cells that are equal are added up on the way to
-the root.
+(from `start` to `end`) and its length, rounded down. Cells that are equal are added up on the way
+to the root.
 
 Rules:
 - A summary may hide a hole, and never invents one: every hole of a cell starts at `start` or later,
@@ -60,7 +60,7 @@ class Sort(NamedTuple):
         return has_labels and all(name in self.software for name in needs.software)
 
 
-class Cell(NamedTuple):
+class HoleCell(NamedTuple):
     sort: Sort
     start: float
     end: float
@@ -76,7 +76,7 @@ class Sought(NamedTuple):
     end: float
 
 
-Summary = Counter[Cell]
+Summary = Counter[HoleCell]
 Hole = tuple[Sort, float, float]
 
 
@@ -111,17 +111,17 @@ def length_below(seconds: float) -> float:
     return float(2.0 ** (steps / STEPS_PER_OCTAVE))
 
 
-def cell_of(hole: Hole, points: Sequence[float], now: float) -> Cell | None:
+def cell_of(hole: Hole, points: Sequence[float], now: float) -> HoleCell | None:
     """The cell of a hole; None: it is over, or too far away to be told of."""
     sort, start, end = hole
     if end == math.inf:
         begins = BEGUN if start <= now else next((p for p in points[1:] if p >= start), math.inf)
-        return None if begins == math.inf else Cell(sort, begins, math.inf, math.inf)
+        return None if begins == math.inf else HoleCell(sort, begins, math.inf, math.inf)
     start = max(start, now)
     before, after = around(points, start, end)
     if after == math.inf or end <= start:
         return None
-    return Cell(sort, before, after, length_below(end - start))
+    return HoleCell(sort, before, after, length_below(end - start))
 
 
 def summarised(holes: Iterable[Hole], points: Sequence[float], now: float) -> Summary:
@@ -136,7 +136,7 @@ def bounded(summary: Summary, cells_max: int) -> Summary:
     return Counter(dict(summary.most_common(cells_max)))
 
 
-def end_in(cell: Cell, tasks: Sequence[Sought]) -> float:
+def end_in(cell: HoleCell, tasks: Sequence[Sought]) -> float:
     """When these tasks, one after the other, will have ended in any hole of that cell; infinite:
     they may not fit."""
     if not all(cell.sort.meets(task.needs) for task in tasks):
