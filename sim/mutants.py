@@ -7,6 +7,7 @@ file of the simulator that touches private parts of the product.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import valence.protocols.consensus.lines
 import valence.protocols.consensus.replica
 import valence.protocols.engine.decisions
 import valence.protocols.engine.judge
+import valence.protocols.strategies.deadline.summary
 import valence.workflow.sequences
 from valence.peer.journal_storage import SqliteJournalStorage
 from valence.protocols.capacity.admission import Admission
@@ -41,6 +43,7 @@ from valence.protocols.engine.promises import NotPromised, Promises
 from valence.protocols.engine.reception import Reception
 from valence.protocols.engine.run import FINAL, Run
 from valence.protocols.membership.members import State
+from valence.protocols.strategies.deadline.branch import Branch
 from valence.protocols.strategies.deadline.provider import Provider
 from valence.protocols.tasks import Tasks
 from valence.protocols.wire.entries import InputsStaged, PromiseEnded
@@ -802,3 +805,42 @@ def windows_forget_parents_to_come() -> list[Patch]:
         }
 
     return [(valence.workflow.sequences, "windows", forgetful)]
+
+
+TREE = "tests/test_tree.py::"
+
+
+@mutant
+@seen_by(TREE + "test_what_fits_into_a_cell_fits_into_every_hole_of_it")
+def summaries_round_up() -> list[Patch]:
+    def up(seconds: float) -> float:
+        return float(2.0 ** math.ceil(math.log2(max(1e-3, seconds))))
+
+    return [(valence.protocols.strategies.deadline.summary, "length_below", up)]
+
+
+@mutant
+@seen_by(TREE + "test_what_was_routed_is_deducted_until_the_next_summary")
+def routed_room_stays_on_offer() -> list[Patch]:
+    choose = Branch.choose
+
+    def careless(self: Any, tasks: Any, tried: Any) -> Any:
+        have = {cell: dict(children) for cell, children in self._have.items()}
+        total = self._total.copy()
+        chosen = choose(self, tasks, tried)
+        self._have, self._total = have, total
+        return chosen
+
+    return [(Branch, "choose", careless)]
+
+
+@mutant
+@seen_by(TREE + "test_updates_keep_their_distance")
+def updates_without_limit() -> list[Patch]:
+    update = Branch.update
+
+    def hasty(self: Any, now: float) -> Any:
+        self._next_at = now
+        return update(self, now)
+
+    return [(Branch, "update", hasty)]

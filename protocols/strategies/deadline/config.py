@@ -11,6 +11,7 @@ class DeadlineConfig:
     # the next task is sent to its peer.
     apart_s: float = 0.1
     ask_s: float = 0.5  # soft: a peer that answers later is passed over
+    ask_enough_s: float = 0.15  # no longer, if every sequence has a slot somewhere by then
     asked_first: int = 16  # peers asked for one sequence at once; four times as many in each round
     sequences_max: int = 64  # in one message
     plan_s_max: float = 8.0  # well below the time for which a hold is kept
@@ -28,4 +29,4 @@ class DeadlineConfig:
     retell_s: float = 20.0  # how often a summary is told that has not changed
     forget_child_s: float = 65.0  # a child that was silent for so long
     hops_max: int = 24
-    seek_s: float = 1.0  # until a home takes what it sought in the tree for lost
+    seek_s: float = 0.6  # until a home takes what it sought in the tree for lost

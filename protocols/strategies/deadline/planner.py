@@ -202,7 +202,12 @@ class DirectPlanner:
             for peer, part in parts
         }
         try:
-            done, late = await asyncio.wait(calls, timeout=self._config.ask_s)
+            done, late = await asyncio.wait(calls, timeout=self._config.ask_enough_s)
+            answered = {id(search) for call in done for search in _served(call, calls[call][1])}
+            if late and any(id(s) not in answered for _, part in parts for s in part):
+                rest_s = self._config.ask_s - self._config.ask_enough_s
+                more, late = await asyncio.wait(late, timeout=rest_s)
+                done |= more
         except asyncio.CancelledError:
             for call, (peer, _) in calls.items():
                 self._return_later(call, peer)
@@ -392,6 +397,14 @@ class TreePlanner(DirectPlanner):
         pieces = self._sought.get(message.id)
         if pieces is not None and not pieces.over.done():
             pieces.over.set_result(None)
+
+
+def _served(call: asyncio.Task[Held], part: list[_Placing]) -> list[_Placing]:
+    """The sequences for which a peer has offered slots."""
+    if call.cancelled() or call.exception() is not None:
+        return []
+    rows = zip(part, call.result().answers, strict=False)
+    return [search for search, answer in rows if answer.held]
 
 
 def _in_order(slots: list[BookedSlot]) -> bool:

@@ -72,7 +72,7 @@ class Tree:
         self.leaf = Leaf(bookings, traits, config, dyadic, self._behind_s)
         self._me = Place(0, members.me.contact.id)
         self._told_at: dict[Place, float] = {}
-        self._seqs: dict[Place, int] = {}
+        self._told: dict[Place, Place] = {}  # the branch to which each was told last
         self._shape: Shape | None = None
         self._wake = asyncio.Event()
         self._tasks = Tasks()
@@ -157,20 +157,27 @@ class Tree:
                 branch.lost(child)
             if not branch.children:
                 del self.branches[place]
-                self._told_at.pop(place, None)
-                self._seqs.pop(place, None)
+                self._retract(place, branch.again(now)[0])
         for place in self._places():
             part: Leaf | Branch = self.branches[place] if place.level else self.leaf
+            if self._told.get(place, self.above(place)) != self.above(place):
+                self._retract(place, part.again(now)[0])
             update = part.update(now)
             again_at = self._told_at.get(place, -math.inf) + self._config.retell_s
             if update is None and now >= again_at:
                 update = part.again(now)
             if update is not None:
-                self._told_at[place] = now
-                self._tasks.spawn(self._tell(place, update))
+                self._told_at[place], self._told[place] = now, self.above(place)
+                self._tasks.spawn(self._tell(place, self.above(place), update))
 
-    async def _tell(self, place: Place, update: tuple[int, Summary]) -> None:
-        above = self.above(place)
+    def _retract(self, place: Place, seq: int) -> None:
+        """Its summary counts no more where it was told last."""
+        above = self._told.pop(place, None)
+        self._told_at.pop(place, None)
+        if above is not None:
+            self._tasks.spawn(self._tell(place, above, (seq, Counter())))
+
+    async def _tell(self, place: Place, above: Place, update: tuple[int, Summary]) -> None:
         contact = self._contact(above)
         if contact is None:
             return
@@ -200,9 +207,12 @@ class Tree:
                 return
             branch = self.branches[place] = Branch(self._config)
         child = Place(message.level, message.child)
-        if len(branch.children) < CHILDREN_MAX or child in branch.children:
-            branch.heard(child, message.seq, _cells(message), self.now())
-            self._wake.set()
+        cells = _cells(message)
+        if not cells:
+            branch.lost(child)
+        elif len(branch.children) < CHILDREN_MAX or child in branch.children:
+            branch.heard(child, message.seq, cells, self.now())
+        self._wake.set()
 
     # ----------------------------------------------------------------- discovery
 
