@@ -26,7 +26,7 @@ from valence.protocols.strategies.deadline import summary
 from valence.protocols.strategies.deadline.branch import CELL_BYTES, UPDATE_BYTES, Branch, divided
 from valence.protocols.strategies.deadline.config import DeadlineConfig
 from valence.protocols.strategies.deadline.leaf import Leaf
-from valence.protocols.strategies.deadline.messages import Place
+from valence.protocols.strategies.deadline.messages import TreePlace
 from valence.protocols.strategies.deadline.points import dyadic, paper
 from valence.protocols.strategies.deadline.service import DeadlineService
 from valence.protocols.strategies.deadline.shape import Shape, height
@@ -214,8 +214,8 @@ def test_the_size_of_an_update_is_counted_as_it_is_encoded() -> None:
     holes = [(SORT, now + rng.uniform(0, 3000), math.inf) for _ in range(20)]
     holes += [(SORT, h[1], h[1] + rng.uniform(1, 900)) for h in holes]
     cells = summarised(holes, dyadic(now), now)
-    place = Place(1, b"c" * 20)
-    message = _message(place, Place(2, b"p" * 20), 77, cells, now)
+    place = TreePlace(1, b"c" * 20)
+    message = _message(place, TreePlace(2, b"p" * 20), 77, cells, now)
     real = len(encode(FrameKind.REQUEST, 2**40, message))
     assert real == pytest.approx(UPDATE_BYTES + CELL_BYTES * len(cells), rel=0.35)
     assert _cells(message) == cells

@@ -28,7 +28,7 @@ CELL_BYTES, UPDATE_BYTES = 11, 60  # of a message, about: a cell, and all the re
 
 
 @dataclass(slots=True)
-class _Child:
+class _ChildSummary:
     seq: int
     cells: Summary
     heard_at: float
@@ -37,7 +37,7 @@ class _Child:
 @dataclass(slots=True)
 class Branch:
     config: DeadlineConfig
-    children: dict[Hashable, _Child] = field(default_factory=dict)
+    children: dict[Hashable, _ChildSummary] = field(default_factory=dict)
     _total: Summary = field(default_factory=Counter)
     _have: dict[HoleCell, dict[Hashable, int]] = field(default_factory=dict)  # cell → child → count
     _is_changed: bool = False
@@ -52,7 +52,7 @@ class Branch:
         if known is not None and seq <= known.seq:
             return False
         self._forget(child)
-        self.children[child] = _Child(seq, cells, now)
+        self.children[child] = _ChildSummary(seq, cells, now)
         for cell, count in cells.items():
             self._add(child, cell, count)
         self._is_changed = True

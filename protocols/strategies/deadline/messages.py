@@ -142,7 +142,7 @@ class AvailabilityTaken(Message):
     now: float
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """A leaf or a branch: its level and its head."""
 
     level: Annotated[int, Field(ge=0, le=16)]
@@ -159,9 +159,9 @@ class Seek(Message):
     owner: Annotated[str, Field(max_length=64)]
     first: Natural  # the index of its first task in the sequence
     tasks: Annotated[tuple[WindowedTask, ...], Field(min_length=1, max_length=1000)]
-    at: Place
+    at: TreePlace
     hops: Annotated[int, Field(ge=0, le=100)] = 0
-    tried: Annotated[tuple[Place, ...], Field(max_length=8)] = ()
+    tried: Annotated[tuple[TreePlace, ...], Field(max_length=8)] = ()
 
 
 @numbered(108)

@@ -34,12 +34,12 @@ from .messages import (
     Held,
     Hold,
     NoneFound,
-    Place,
     Renew,
     Seek,
     SequenceAnswer,
     SlotsFound,
     TaskSequence,
+    TreePlace,
     WindowedTask,
 )
 from .tree import Tree
@@ -357,7 +357,7 @@ class TreePlanner(DirectPlanner):
             owner=request.owner[:64],
             first=0,
             tasks=search.sequence.tasks,
-            at=Place(0, self._members.me.contact.id),
+            at=TreePlace(0, self._members.me.contact.id),
         )
         self._sought[number] = pieces
         self.asked += 1

@@ -32,11 +32,11 @@ from .messages import (
     AvailabilityTaken,
     CellRow,
     NoneFound,
-    Place,
     Seek,
     SlotsFound,
     SortRow,
     TaskSequence,
+    TreePlace,
     WindowedTask,
 )
 from .points import dyadic
@@ -61,7 +61,7 @@ class Tree:
         config: DeadlineConfig,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.branches: dict[Place, Branch] = {}
+        self.branches: dict[TreePlace, Branch] = {}
         self._rpc = rpc
         self._members = members
         self._provider = provider
@@ -70,9 +70,9 @@ class Tree:
         self._ahead_s = 0.0  # of tree time, compared to this peer's clock
         bookings, traits = door.admission.bookings, members.me.traits
         self.leaf = Leaf(bookings, traits, config, dyadic, self._behind_s)
-        self._me = Place(0, members.me.contact.id)
-        self._told_at: dict[Place, float] = {}
-        self._told: dict[Place, Place] = {}  # the branch to which each was told last
+        self._me = TreePlace(0, members.me.contact.id)
+        self._told_at: dict[TreePlace, float] = {}
+        self._told: dict[TreePlace, TreePlace] = {}  # the branch to which each was told last
         self._shape: Shape | None = None
         self._wake = asyncio.Event()
         self._tasks = Tasks()
@@ -107,13 +107,13 @@ class Tree:
         """How far the clock of the bookings is behind tree time."""
         return self.now() - asyncio.get_running_loop().time()
 
-    def above(self, place: Place) -> Place:
+    def above(self, place: TreePlace) -> TreePlace:
         """The branch to which a leaf or a branch belongs."""
         level = place.level + 1
         head = place.head if place.head in self.shape else self._me.head
-        return Place(level, self.shape.branch(level, head))
+        return TreePlace(level, self.shape.branch(level, head))
 
-    def _contact(self, place: Place) -> Contact | None:
+    def _contact(self, place: TreePlace) -> Contact | None:
         if place.level and place.head not in self.shape:
             return None
         return self._members.contact(self.shape.host(place.level, place.head))
@@ -146,7 +146,7 @@ class Tree:
         dues += [self.leaf.update_at(), *(b.update_at() for b in self.branches.values())]
         return max(LOOK_S, min(dues) - now)
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[TreePlace]:
         """This peer's leaf and its branches, but for the root: that tells nobody."""
         return [self._me, *(p for p in self.branches if p.level < self.shape.levels)]
 
@@ -170,14 +170,14 @@ class Tree:
                 self._told_at[place], self._told[place] = now, self.above(place)
                 self._tasks.spawn(self._tell(place, self.above(place), update))
 
-    def _retract(self, place: Place, seq: int) -> None:
+    def _retract(self, place: TreePlace, seq: int) -> None:
         """Its summary counts no more where it was told last."""
         above = self._told.pop(place, None)
         self._told_at.pop(place, None)
         if above is not None:
             self._tasks.spawn(self._tell(place, above, (seq, Counter())))
 
-    async def _tell(self, place: Place, above: Place, update: tuple[int, Summary]) -> None:
+    async def _tell(self, place: TreePlace, above: TreePlace, update: tuple[int, Summary]) -> None:
         contact = self._contact(above)
         if contact is None:
             return
@@ -200,13 +200,13 @@ class Tree:
         return AvailabilityTaken(now=self.now())
 
     def _take(self, message: Availability) -> None:
-        place = Place(message.level + 1, message.parent)
+        place = TreePlace(message.level + 1, message.parent)
         branch = self.branches.get(place)
         if branch is None:
             if len(self.branches) >= BRANCHES_MAX:
                 return
             branch = self.branches[place] = Branch(self._config)
-        child = Place(message.level, message.child)
+        child = TreePlace(message.level, message.child)
         cells = _cells(message)
         if not cells:
             branch.lost(child)
@@ -234,8 +234,8 @@ class Tree:
         )
         if answer.held:
             self.counts["found"] += 1
-            found = SlotsFound(id=seek.id, first=seek.first, held=answer.held)
-            self._rpc.tell(seek.home, found)
+            slots = SlotsFound(id=seek.id, first=seek.first, held=answer.held)
+            self._rpc.tell(seek.home, slots)
             return
         self.counts["stale"] += 1
         self.leaf.changed()
@@ -302,7 +302,9 @@ def _piece(seek: Seek, start: int, end: int) -> Seek:
     return seek.model_copy(update={"tasks": seek.tasks[start:end], "first": seek.first + start})
 
 
-def _message(place: Place, above: Place, seq: int, cells: Summary, now: float) -> Availability:
+def _message(
+    place: TreePlace, above: TreePlace, seq: int, cells: Summary, now: float
+) -> Availability:
     base = int(now)
     sorts = list(dict.fromkeys(cell.sort for cell in cells))[:SORTS_MAX]
     index = {sort: n for n, sort in enumerate(sorts)}
