@@ -60,6 +60,7 @@ class Usage(NamedTuple):
 
 
 OnReply = Callable[[Reply], None]
+_PACKER = msgpack.Packer()  # (a new one, as for `packb`, allocates much more than it needs)
 
 
 class LocalWorker(asyncio.Protocol):
@@ -80,7 +81,7 @@ class LocalWorker(asyncio.Protocol):
 
     def send(self, request: Mapping[str, Any], on_reply: OnReply) -> None:
         self._on_reply = on_reply
-        packed = msgpack.packb(request)
+        packed = _PACKER.pack(request)
         if self._transport is None or self._transport.is_closing():
             asyncio.get_running_loop().call_soon(self._done, None)
         else:

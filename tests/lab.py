@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
 from typing import cast
 
 from sim.network import Faults, Network, SimPeer
@@ -85,7 +84,7 @@ class Bench(Guest, SimPeer):
 
     def again(self, unit: Unit) -> None:
         """The next attempt of what was lost, or refused."""
-        self.strategy.add([replace(unit, key=unit.key._replace(number=unit.key.number + 1))])
+        self.strategy.add([unit._replace(key=unit.key._replace(number=unit.key.number + 1))])
 
     # as a resource
 
@@ -174,7 +173,7 @@ class Lab:
 
     def handed_back(self, key: AttemptKey) -> None:
         first = self.units[key._replace(number=1)]
-        self.home.again(replace(first, key=key))
+        self.home.again(first._replace(key=key))
 
     async def give_up_at(self, gone: set[bytes]) -> None:
         """The home finds out who is dead: what was given to those is placed anew."""

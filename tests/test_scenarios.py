@@ -29,7 +29,6 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ class Story:
     def _start(self, decide: Decision, words: list[str], rows: list[str]) -> None:
         record = Placement("probe")
         pairs = zip(words[::2], words[1::2], strict=True)
-        units = [(replace(self.units[unit], key=self._key(unit)), where) for unit, where in pairs]
+        units = [(self.units[unit]._replace(key=self._key(unit)), where) for unit, where in pairs]
         decide.start([Placed(u, Contact(peer(where), "", 0), 0, record) for u, where in units])
 
     def _take(self, decide: Decision, words: list[str], rows: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -254,7 +253,7 @@ def changed(**more: Any) -> Callable[[Any, Context], None]:
 
     def change(strategy: Any, context: Context) -> None:
         add = strategy.add
-        strategy.add = lambda units: add([replace(u, **more) for u in units])
+        strategy.add = lambda units: add([u._replace(**more) for u in units])
 
     return change
 
@@ -267,7 +266,7 @@ def double(strategy: Any, context: Context) -> None:
     def twice(batch: list[Placed]) -> None:
         placed(batch)
         again = [one.unit for one in batch if one.unit.rank >= 0]
-        add([replace(u, rank=-1.0, key=u.key._replace(number=u.key.number + 1)) for u in again])
+        add([u._replace(rank=-1.0, key=u.key._replace(number=u.key.number + 1)) for u in again])
 
     strategy._on_placed = twice
 

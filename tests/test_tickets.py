@@ -8,7 +8,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -466,7 +465,7 @@ class Trader(Guest, SimPeer):
             answer = None
         if answer is None or answer.refused:
             key = one.unit.key
-            self.tickets.add([replace(one.unit, key=key._replace(number=key.number + 1))])
+            self.tickets.add([one.unit._replace(key=key._replace(number=key.number + 1))])
 
     def start(self, unit: Hashable) -> None:
         self.admission.sanity_check()
@@ -598,7 +597,7 @@ def test_owners_that_crash_with_all_their_claims_are_replaced(seed: int) -> None
         lost = {p.contact.id for p in dead}
         # what ran at the dead is its home's to place again: here that is this test
         again = [
-            replace(one.unit, key=one.unit.key._replace(number=9))
+            one.unit._replace(key=one.unit.key._replace(number=9))
             for one in home.placed
             if one.peer.id in lost
             and (one.unit.key.workflow, one.unit.key.task) not in finished(alive)

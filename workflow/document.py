@@ -13,7 +13,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace as _replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from . import names, plan, quantities, strategies, tree
 from .foreach import Substitution, items, references
 from .model import (
+    NOTHING,
     Alternative,
     PromiseTerms,
     Reference,
@@ -57,7 +57,6 @@ _URL = re.compile(
     rf"(https?://{_HOST}([/?#]{_SIGN}*)?|s3://[^\s/\[\]\x00-\x1f\x7f-\x9f]+/{_SIGN}+|file:///{_SIGN}+)"
 )
 URL_PROBLEM = "unsupported URL: write http(s)://host/…, s3://bucket/key or file:///path"
-_NOTHING: Mapping[str, Any] = {}  # shared by all tasks that have no references or no `env`
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -447,9 +446,10 @@ class _DocumentReader:
         needs, fixed_bytes, plain = shared
         self._expand(200 if plain else fixed_bytes)
         inputs, outputs = sub.texts(spec.inputs), sub.texts(spec.outputs)
-        self._check_files(inputs, (*path, "inputs"), task, template)
-        self._check_files(outputs, (*path, "outputs"), task, template)
-        self._add_outputs(outputs, (*path, "outputs"), task, template)
+        if inputs or outputs:
+            self._check_files(inputs, (*path, "inputs"), task, template)
+            self._check_files(outputs, (*path, "outputs"), task, template)
+            self._add_outputs(outputs, (*path, "outputs"), task, template)
         self.places[task] = path
         command = None if spec.command is None else sub.texts(spec.command)
         self._check_lengths(command or (), path, task, template)
@@ -459,9 +459,8 @@ class _DocumentReader:
             command=command,
             call=spec.call,
             args=tuple(spec.args if plain else sub.value(spec.args)),
-            references=_NOTHING,
             kwargs=spec.kwargs if plain else sub.value(spec.kwargs),
-            env={k: sub.text(v) for k, v in spec.env.items()} if spec.env else _NOTHING,
+            env={k: sub.text(v) for k, v in spec.env.items()} if spec.env else NOTHING,
             inputs=inputs,
             outputs=outputs,
             after=sub.texts(spec.after),
@@ -560,6 +559,9 @@ class _DocumentReader:
 
     def _resolve(self, task: Task) -> None:
         """The files, results and `after` of one task, as its parents."""
+        if not (task.inputs or task.after or task.template in self.referring):
+            self.parents[task.id] = ()
+            return
         path = self.places[task.id]
         parents: dict[str, None] = {}
         files = self._resolve_inputs(task, (*path, "inputs"), parents)
@@ -567,7 +569,7 @@ class _DocumentReader:
         self._resolve_after(task, (*path, "after"), parents)
         self._count_edges(len(parents) + len(files), path)
         if results or files != task.inputs:
-            self.tasks[task.id] = _replace(task, inputs=files, references=results)
+            self.tasks[task.id] = task._replace(inputs=files, references=results)
         self.parents[task.id] = tuple(parents)
 
     def _resolve_inputs(self, task: Task, path: Path, parents: dict[str, None]) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class Substitution:
         return self._pattern.sub(lambda m: next(remaining), text)
 
     def texts(self, texts: list[str]) -> tuple[str, ...]:
-        return tuple(map(self.text, texts))
+        return tuple(map(self.text, texts)) if texts else ()
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class TaskNeeds:
+class TaskNeeds(NamedTuple):
     """A task's requirements: integers that it uses up, and attributes that the peer must have."""
 
     millicores: int = 1000
@@ -53,16 +55,15 @@ class Alternative:
     timeout_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     id: str
     template: str
     command: tuple[str, ...] | None = None
     call: str | None = None
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    references: Mapping[str, Reference] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = NOTHING
+    references: Mapping[str, Reference] = NOTHING
+    env: Mapping[str, str] = NOTHING
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()

@@ -95,10 +95,6 @@ class _Lease:
     gang: GangKey | None = None
     owner: str | None = None
 
-    @property
-    def work(self) -> float:
-        return _work(self.needs, self.runtime_s)
-
 
 @dataclass(order=True, slots=True)
 class _Queued:
@@ -351,11 +347,13 @@ class Admission:
         return lease
 
     def _count_lease(self, lease: _Lease, sign: int) -> None:
-        self._queued_leases += sign * lease.queued
-        self._queued_cores += sign * lease.queued * lease.needs.millicores
-        self._hold_leases += sign * lease.hold
-        self._leased_work += sign * lease.work
-        self._turns.count(lease.owner, sign * lease.needs.millicores)
+        millicores = sign * lease.needs.millicores
+        if lease.queued:
+            self._queued_leases += sign
+            self._queued_cores += millicores
+            self._hold_leases += sign * lease.hold
+        self._leased_work += sign * _work(lease.needs, lease.runtime_s)
+        self._turns.count(lease.owner, millicores)
 
     # ----------------------------------------------------------------- deciding
 
@@ -578,8 +576,9 @@ class Admission:
                 self._free = plus(self._free, promise.needs)
                 self._booked = plus(self._booked, promise.needs, -1)
             return True
-        if unit in self._running:
-            needs, work = self._running.pop(unit)
+        running = self._running.pop(unit, None)
+        if running is not None:
+            needs, work = running
             self._running_work -= work
             self._free = plus(self._free, needs)
             return True
@@ -718,15 +717,16 @@ class Admission:
     def next_event_at(self, now: float) -> float | None:
         """When something changes by itself: a lease expires, a unit is to be handed back, or a
         booked one's time comes."""
-        times = [self.bookings.next_event_at(now)] if self.bookings else []
-        times += [next(iter(self._leases.values())).expires_at] if self._leases else []
+        at = self.bookings.next_event_at(now) if self.bookings else math.inf
+        if self._leases:
+            at = min(at, next(iter(self._leases.values())).expires_at)
         if self._gangs:
-            times.append(next(iter(self._gangs.values())).expires_at)
-        if self._queue and self._hand_back_at < math.inf:
-            times.append(self._hand_back_at)
+            at = min(at, next(iter(self._gangs.values())).expires_at)
+        if self._queue:
+            at = min(at, self._hand_back_at)
         if self._wishes and self._turns.contended:
-            times.append(self._turns.next_at())
-        return min(times, default=None)
+            at = min(at, self._turns.next_at())
+        return at if at < math.inf else None
 
     def sanity_check(self) -> None:
         """The invariants that hold after every step."""

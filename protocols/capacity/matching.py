@@ -12,11 +12,12 @@ ONE_GPU = "1 GPU"
 
 
 def plus(a: Capacity, b: Capacity, times: int = 1) -> Capacity:
+    millicores, memory_bytes, disk_bytes, gpus = b
     return Capacity(
-        millicores=a.millicores + times * b.millicores,
-        memory_bytes=a.memory_bytes + times * b.memory_bytes,
-        disk_bytes=a.disk_bytes + times * b.disk_bytes,
-        gpus=a.gpus + times * b.gpus,
+        a.millicores + times * millicores,
+        a.memory_bytes + times * memory_bytes,
+        a.disk_bytes + times * disk_bytes,
+        a.gpus + times * gpus,
     )
 
 
@@ -24,8 +25,8 @@ def slots(free: Capacity, needs: Capacity) -> int:
     """How many units with these needs fit."""
     count = 1_000_000
     for have, need in zip(free, needs, strict=True):
-        if need:
-            count = min(count, max(0, have) // need)
+        if need and have < count * need:
+            count = max(0, have) // need
     return count
 
 

@@ -24,14 +24,18 @@ class Turns:
         self._wanting: dict[
             str, tuple[float, Capacity]
         ] = {}  # refused owners: until when, and their needs
+        self._forget_at = math.inf  # no refused owner is to be forgotten earlier
         self._held: dict[str, int] = {}  # millicores of each owner that holds any
 
     def count(self, owner: str | None, millicores: int) -> None:
         """The owner holds so much more, or less."""
-        if owner is not None:
-            self._held[owner] = self.held(owner) + millicores
-            if not self._held[owner]:
-                del self._held[owner]
+        if owner is None:
+            return
+        held = self._held.get(owner, 0) + millicores
+        if held:
+            self._held[owner] = held
+        else:
+            self._held.pop(owner, None)
 
     def held(self, owner: str | None) -> int:
         return 0 if owner is None else self._held.get(owner, 0)
@@ -50,7 +54,8 @@ class Turns:
 
     def refused(self, owner: str | None, needs: Capacity, now: float) -> None:
         if owner is not None and (owner in self._wanting or len(self._wanting) < OWNERS_MAX):
-            self._wanting[owner] = now + self._patience_s, needs
+            self._wanting[owner] = until, _ = now + self._patience_s, needs
+            self._forget_at = min(self._forget_at, until)
 
     def served(self, owner: str | None) -> None:
         if owner is not None:
@@ -59,7 +64,9 @@ class Turns:
     def told(self, owner: str | None, now: float) -> None:
         if owner in self._wanting:
             until, needs = self._wanting[owner]
-            self._wanting[owner] = min(until, now + self._answer_s), needs
+            until = min(until, now + self._answer_s)
+            self._wanting[owner] = until, needs
+            self._forget_at = min(self._forget_at, until)
 
     @property
     def contended(self) -> bool:
@@ -70,5 +77,6 @@ class Turns:
         return min((until for until, _ in self._wanting.values()), default=math.inf)
 
     def forget(self, now: float) -> None:
-        if self._wanting and self.next_at() <= now:
+        if self._forget_at <= now:
             self._wanting = {o: row for o, row in self._wanting.items() if row[0] > now}
+            self._forget_at = self.next_at()

@@ -373,7 +373,7 @@ class Answers:
     def _task(self, run: Run, arguments: dict[str, Any]) -> views.TaskView:
         task = self._find(run, arguments["task"])
         spec = run.workflow.tasks[task.id]
-        needs = {k: getattr(run.needs(spec.id), k) for k in spec.needs.__slots__}
+        needs = run.needs(spec.id)._asdict()
         return views.TaskView.model_validate(
             {
                 **self._row(task),

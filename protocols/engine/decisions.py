@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Protocol
 
 from valence.workflow.model import Task
@@ -134,6 +133,8 @@ class Decision:
             return
         said = _finished(rows, memory, instead)
         self.write(said, then=ResultsCount(said, _won(rows), frozenset(rivals)))
+        for state, count in Counter(row.verdict for row in rows).items():
+            self._do(effects.Count(f"tasks_{state}", count))
         for row in rows:
             self._follow_up(row)
         self.mend_those([row.outcome.key.task for row in rows])
@@ -162,7 +163,6 @@ class Decision:
         if said_s is not None and ended.started_at:
             took_s = (ended.ended_at - ended.started_at) * ended.speed
             self._do(effects.Observe(said_s, max(0.0, took_s)))
-        self._do(effects.Count(f"tasks_{row.verdict}"))
         if row.verdict == "failed":
             self._skip_behind(task.id)
         elif row.verdict != WON:
@@ -321,16 +321,19 @@ class Decision:
             if self._lacks_slot(together[0]):
                 self._do(effects.BookMissing())
                 continue
-            if not all(run.is_ready(t) and self._inputs_held(t) for t in together):
+            if not all(map(self._may_begin, together)):
                 continue
             parts = [self._unit(t, deadline) for t in together]
-            run.note(Pending(tuple(t.id for t in together)))
-            yield from [_gang(parts)] if gang else parts
+            run.note(Pending(gang or (parts[0].key.task,)))
+            yield _gang(parts) if gang else parts[0]
 
     def _lacks_slot(self, task: TaskState) -> bool:
         """It was promised a slot and has lost it: it gets another one first."""
         promise = self.run.promise
         return promise is not None and promise.is_open and task.id not in promise.slots
+
+    def _may_begin(self, task: TaskState) -> bool:
+        return self.run.is_ready(task) and self._inputs_held(task)
 
     def _together(
         self, tasks: list[TaskState]
@@ -344,17 +347,18 @@ class Decision:
             if gang:
                 seen.add(gang)
                 self._mend(gang)
-            yield gang, [self.run.tasks[name] for name in gang] or [task]
+            yield gang, [self.run.tasks[name] for name in gang] if gang else [task]
 
     def start(self, placed: list[Placed]) -> None:
         """Starts units that have a lease. Before they begin, the journal says where each runs."""
         by_placement: dict[int, tuple[Placement, list[StartedAttempt]]] = {}
-        for one in placed:
-            peer, key = one.peer.id, one.unit.key
-            entry = by_placement.setdefault(id(one.placement), (one.placement, []))
-            entry[1].append(StartedAttempt(key.task, key.number, peer, self._around.boot(peer)))
+        boots = {peer: self._around.boot(peer) for peer in {one.peer.id for one in placed}}
+        for unit, peer, _, placement in placed:
+            entry = by_placement.setdefault(id(placement), (placement, []))
+            key = unit.key
+            entry[1].append(StartedAttempt(key.task, key.number, peer.id, boots[peer.id]))
         for placement, attempts in by_placement.values():
-            all_here = all(self._around.is_me(attempt.peer) for attempt in attempts)
+            all_here = all(map(self._around.is_me, {attempt.peer for attempt in attempts}))
             said = AttemptsStarted(placement=placement.to_row(), attempts=tuple(attempts))
             self.write(said, soon=all_here)
         self._do(effects.Start(tuple(placed)))
@@ -377,8 +381,8 @@ class Decision:
             spec.runtime_s,
             deadline,
             avoid,
-            self._near(spec),
-            reads_of(filter(None, map(run.file, spec.inputs))),
+            self._near(spec) if spec.inputs else frozenset(),
+            reads_of(filter(None, map(run.file, spec.inputs))) if spec.inputs else (),
             run.workflow.rank,
             run.owner,
             booked=None if slot is None else (slot.peer, slot.lease),
@@ -386,8 +390,6 @@ class Decision:
 
     def _near(self, task: Task) -> frozenset[bytes]:
         """The peers that hold most of the bytes that it reads, if the files are large enough."""
-        if not task.inputs:
-            return frozenset()
         held: Counter[bytes] = Counter()
         for name in task.inputs:
             file = self.run.file(name)
@@ -522,6 +524,8 @@ class Decision:
         self._do(effects.Withdraw(tuple(map(self._next_key, gang))))
 
     def mend_those(self, names: Iterable[str]) -> None:
+        if not (self.run.gangs or self.run.branches):
+            return
         tasks = self.run.workflow.tasks
         names = list(names)
         for gang in dict.fromkeys(tasks[name].gang for name in names):
@@ -602,8 +606,7 @@ def _began(attempt: AttemptState) -> bool:
 
 def _gang(parts: list[Unit]) -> Unit:
     """Units that must run at the same time, as one unit."""
-    return replace(
-        parts[0],
+    return parts[0]._replace(
         needs=max((part.needs for part in parts), key=lambda n: n.capacity.memory_bytes),
         avoid=frozenset().union(*(part.avoid for part in parts)),
         near=frozenset().union(*(part.near for part in parts)),

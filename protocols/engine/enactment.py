@@ -190,7 +190,7 @@ class Enactment:
 
     def _let_go(self, ended: Outcome) -> None:
         """The outcome has reached its home."""
-        if is_worth_reading(ended.outputs):
+        if ended.outputs and is_worth_reading(ended.outputs):
             for told in self._files.on_told:
                 told()
 

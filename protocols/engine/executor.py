@@ -340,7 +340,7 @@ class Executor:
     def _ended(self, held: _Held, left: dict[str, object]) -> None:
         """`left`: what the attempt left, as fields of its outcome."""
         made: Any = left.get("outputs") or ()
-        if is_worth_reading(made):
+        if made and is_worth_reading(made):
             self.on_made(self._clock() - held.started_at)
         self._door.release(held.work.key)
         self.counts[f"attempts_{left['kind']}"] += 1

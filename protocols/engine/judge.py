@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..wire.messages import Outcome
 from .outcomes import NO_ROOM
@@ -27,8 +27,7 @@ REASON_MAX = 2000
 WON = "succeeded"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     state: str  # succeeded, failed, retrying or returned
     reason: str
     memory_bytes: int = 0  # that a policy gives the task from now on
@@ -57,6 +56,8 @@ def judge(
 ) -> Verdict:
     """The verdict on an outcome that counts. `could_run`: the peers of the cluster whose capacity
     suffices for a task."""
+    if ended.kind == "ok":
+        return Verdict(WON, ended.reason)
     task = run.tasks[ended.key.task]
     state, reason = run.verdict(ended), ended.reason
     again = run.consider(ended)

@@ -118,7 +118,8 @@ class Reception:
                 unknown.append(ended.key)
         for outcomes in by_run.values():
             for ended in outcomes:
-                await self.keep_enclosed(ended)
+                if ended.enclosed:
+                    await self.keep_enclosed(ended)
         taken = {
             workflow_id: outcomes
             for workflow_id, outcomes in by_run.items()

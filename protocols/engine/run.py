@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from valence.workflow.model import Task, TaskNeeds, Workflow
@@ -285,25 +285,23 @@ class Run:
         if isinstance(entry, AttemptsFinished):
             for ended, _, verdict in entry.outcomes:
                 if verdict == "succeeded":
-                    self._success_committed(ended.key.task)
+                    name = ended.key.task
+                    for child in self.children[name]:
+                        self.tasks[child].missing -= 1
+                    if self.levels:
+                        self.left_in[self.levels[name]] -= 1
             while self.levels and self.left_in[self.level] <= 0 and self.level in self.left_in:
                 self.level += 1
         elif isinstance(entry, InputsStaged):
             for file in entry.files:
                 self.unstaged.pop(file.name, None)
 
-    def _success_committed(self, name: str) -> None:
-        for child in self.children[name]:
-            self.tasks[child].missing -= 1
-        if self.levels:
-            self.left_in[self.levels[name]] -= 1
-
     def note(self, note: Note) -> None:
         """A fact that this home alone knows."""
         match note:
             case Pending(tasks):
                 for name in tasks:
-                    self.tasks[name].asked_way = self.ways[name]
+                    self.tasks[name].asked_way = self.ways.get(name, 0)
                     self._set(self.tasks[name], "pending")
             case WaitAgain(tasks):
                 for name in tasks:
@@ -371,10 +369,11 @@ class Run:
         for name, number, peer, boot in entry.attempts:
             task = self.tasks[name]
             task.number = max(task.number, number)
-            placement, way = entry.placement, self.ways[name]
+            placement, way = entry.placement, self.ways.get(name, 0)
             attempt = AttemptState(number, peer, boot, at, placement, epoch=self.epoch, way=way)
             task.attempts.append(attempt)
-            del task.attempts[:-ATTEMPTS_SHOWN_MAX]
+            if len(task.attempts) > ATTEMPTS_SHOWN_MAX:
+                del task.attempts[:-ATTEMPTS_SHOWN_MAX]
             if task.state not in FINAL:
                 self._set(task, "running")
 
@@ -391,11 +390,13 @@ class Run:
         if attempt is not None:
             attempt.state, attempt.reason, attempt.outcome = ended.kind, ended.reason, ended
         task.reason = ended.reason
-        self.moved.update(ended.moved._asdict())
+        if any(ended.moved):
+            self.moved.update(ended.moved._asdict())
         if self.promise is not None:
             self._note_trouble(task, attempt, ended, verdict, at)
         if verdict == "succeeded":
-            self.missing.difference_update(file.hash for file in ended.outputs)
+            if ended.outputs:
+                self.missing.difference_update(file.hash for file in ended.outputs)
             task.won, task.holder, task.copied_to = ended, peer, self.home
             task.won_way = attempt.way if attempt is not None else self.ways[task.id]
             self._observe(task, ended)
@@ -601,8 +602,10 @@ class Run:
 
     def consider(self, ended: Outcome) -> Again | None:
         """What the workflow's policies ask for after a failure; they hear of each failure once."""
+        if self.policies is None or ended.kind != "failed":
+            return None
         key = (ended.key.task, ended.key.number)
-        if self.policies is None or ended.kind != "failed" or key in self._considered:
+        if key in self._considered:
             return None
         self._considered.add(key)
         failures = self.tasks[ended.key.task].failures + 1
@@ -622,8 +625,8 @@ class Run:
 
     def ways_made(self, task: str) -> int:
         """How often it has made way for promised tasks."""
-        ended = (attempt.outcome for attempt in self.tasks[task].attempts)
-        return sum(o is not None and o.cause == MADE_WAY_CAUSE for o in ended)
+        ended = [attempt.outcome for attempt in self.tasks[task].attempts if attempt.outcome]
+        return sum(outcome.cause == MADE_WAY_CAUSE for outcome in ended) if ended else 0
 
     def spec(self, task: str) -> Task:
         """As its document says, or the alternative that it is at."""
@@ -631,8 +634,7 @@ class Run:
         if not way:
             return spec
         other = spec.alternatives[way - 1]
-        return replace(
-            spec,
+        return spec._replace(
             command=other.command,
             env=other.env,
             needs=other.needs,
@@ -643,7 +645,7 @@ class Run:
         """As its document says, with the memory that a policy gives it."""
         needs = self.spec(task).needs
         memory_bytes = self.memory_bytes.get(task)
-        return needs if memory_bytes is None else replace(needs, memory_bytes=memory_bytes)
+        return needs if memory_bytes is None else needs._replace(memory_bytes=memory_bytes)
 
     def doomed_by(self, name: str) -> Iterator[str]:
         """All tasks that can't run any more because this one failed."""

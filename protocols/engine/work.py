@@ -20,23 +20,27 @@ from ..wire.messages import CHECKED_NEEDS, Argument, Capacity, File, Value, Work
 from .policies import policy_problem
 from .run import Run
 
+_PACKER = msgpack.Packer()  # (a new one, as for `packb`, allocates much more than it needs)
+
 
 def size_bytes(work: Work) -> int:
     """Its approximate size in a message."""
-    values = [value for ref in work.references for value in ref.values]
-    return (
-        300
-        + len(work.arguments)
-        + sum(len(word) + 5 for word in work.command or ())
-        + sum(len(k) + len(v) + 10 for k, v in work.env)
-        + sum(len(value.data) + 150 for value in values)
-        + sum(len(file.name) + 120 for file in work.inputs)
-        + sum(len(name) + 5 for name in work.outputs)
-    )
+    size = 300 + len(work.arguments)
+    for word in work.command or ():
+        size += len(word) + 5
+    for name, text in work.env:
+        size += len(name) + len(text) + 10
+    for ref in work.references:
+        size += sum(len(value.data) + 150 for value in ref.values)
+    for file in work.inputs:
+        size += len(file.name) + 120
+    for output in work.outputs:
+        size += len(output) + 5
+    return size
 
 
 def pack_arguments(spec: Task) -> bytes:
-    packed: bytes = msgpack.packb([list(spec.args), dict(spec.kwargs)])
+    packed: bytes = _PACKER.pack([list(spec.args), dict(spec.kwargs)])
     return packed
 
 

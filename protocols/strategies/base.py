@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from valence.workflow.sequences import Graph, Slot
 
@@ -28,8 +28,7 @@ def reads_of(files: Iterable[File]) -> tuple[tuple[bytes, int], ...]:
     return tuple(sorted(large.items(), key=lambda row: (-row[1], row[0]))[:READS_MAX])
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """The smallest thing that is placed: one task, or a whole gang."""
 
     key: AttemptKey
@@ -72,8 +71,7 @@ class Placement:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     unit: Unit
     peer: Contact
     lease: int

@@ -20,7 +20,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 
 from ..capacity.matching import explain, unmet
@@ -294,7 +294,7 @@ class Gangs:
             why=f"these {gang.size} peers had free capacity for it at once",
         )
         placed = [
-            Placed(replace(gang.unit, key=key), m.contact, gang.leases[m.contact.id], record)
+            Placed(gang.unit._replace(key=key), m.contact, gang.leases[m.contact.id], record)
             for key, m in zip(gang.unit.gang, chosen, strict=True)
         ]
         self._give_back(gang, unused)

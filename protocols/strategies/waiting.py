@@ -29,6 +29,7 @@ SUITED_DEPTH = 15
 Row = tuple[float, int, Unit]
 Reads = tuple[tuple[bytes, int], ...]
 GroupKey = tuple[Needs, int | None, frozenset[bytes], Reads]
+_NOWHERE: tuple[None, str] = (None, "")
 
 
 @dataclass(slots=True)
@@ -102,26 +103,27 @@ class Waiting:
 
     def add(self, units: Iterable[Unit], now: float) -> list[Group]:
         """The groups that have grown."""
-        grown: dict[GroupKey, Group] = {}
+        grown: dict[int, Group] = {}
         for unit in units:
             if unit.key in self._units:
                 continue
             self._order += 1
             due_at = now + NO_DEADLINE_S if unit.deadline_at is None else unit.deadline_at
-            group = self._put(unit, due_at - unit.rank, self._order, now)
-            grown[group.key] = group
+            row = (due_at - unit.rank, self._order, unit)
+            group = self._put(row, self._estimate(unit), now)
+            grown[id(group)] = group
+            self.shares.waits(unit.owner)
         return list(grown.values())
 
-    def _put(self, unit: Unit, priority: float, order: int, since: float) -> Group:
-        runtime_s = self._estimate(unit)
+    def _put(self, row: Row, runtime_s: float | None, since: float) -> Group:
+        unit = row[2]
         size = None if runtime_s is None else round(math.log2(max(1e-4, runtime_s)))
         avoid = unit.avoid if self._by_avoid else frozenset()
         key = (unit.needs, size, avoid, unit.reads if self._by_reads else ())
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = Group(self.shares, *key, oldest_at=since)
-        heapq.heappush(group.heaps.setdefault(unit.owner, []), (priority, order, unit))
-        self.shares.waits(unit.owner)
+        heapq.heappush(group.heaps.setdefault(unit.owner, []), row)
         group.left += 1
         self._units[unit.key] = group, unit.owner
         return group
@@ -130,24 +132,24 @@ class Waiting:
         """Move units whose run time has become known to the group where they belong."""
         for group in [g for g in self.groups.values() if g.size is None]:
             for owner, heap in list(group.heaps.items()):
-                while heap:
-                    priority, order, unit = heap[0]
-                    if self.group_of(unit.key) is not group:
-                        heapq.heappop(heap)  # withdrawn
-                    elif self._estimate(unit) is None:
-                        break
-                    else:
-                        heapq.heappop(heap)
+                heap.sort()  # it is still a heap
+                done = 0
+                for row in heap:
+                    if self.group_of(row[2].key) is group:  # else it was withdrawn
+                        runtime_s = self._estimate(row[2])
+                        if runtime_s is None:
+                            break
                         group.left -= 1
-                        self._put(unit, priority, order, group.oldest_at)
-                        self.shares.leaves(owner)
+                        self._put(row, runtime_s, group.oldest_at)
+                    done += 1
+                del heap[:done]
                 if not heap:
                     group.heaps.pop(owner, None)
             self.forget_if_empty(group)
 
     def withdraw(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
-            group, owner = self._units.pop(key, (None, ""))
+            group, owner = self._units.pop(key, _NOWHERE)
             if group is not None:
                 group.left -= 1  # its entry in the heap is skipped when it comes up
                 self.shares.leaves(owner)
@@ -176,7 +178,7 @@ class Waiting:
         return any(group.size is None for group in self.groups.values())
 
     def group_of(self, key: AttemptKey) -> Group | None:
-        return self._units.get(key, (None, ""))[0]
+        return self._units.get(key, _NOWHERE)[0]
 
     def pop(self, group: Group, near: bytes = b"") -> Unit | None:
         """The next unit; or one of the next few whose inputs are at that peer, if there is any."""
@@ -221,7 +223,7 @@ class Waiting:
     def _prune(self, group: Group) -> None:
         empty = []
         for owner, heap in group.heaps.items():
-            while heap and self.group_of(heap[0][2].key) is not group:
+            while heap and self._units.get(heap[0][2].key, _NOWHERE)[0] is not group:
                 heapq.heappop(heap)
             if not heap:
                 empty.append(owner)

@@ -119,7 +119,8 @@ class Layer:
 
     @property
     def active(self) -> bool:
-        return self._now() < self.kinds[ALL].until
+        until = self.kinds[ALL].until
+        return until > 0.0 and self._now() < until
 
     @property
     def idle(self) -> bool:

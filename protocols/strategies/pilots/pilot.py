@@ -380,7 +380,7 @@ class Pilot:
 
     def changed(self) -> None:
         """There may be more free capacity than before."""
-        if self._now() < self._wanted_until and self._is_more():
+        if self._wanted_until > 0.0 and self._now() < self._wanted_until and self._is_more():
             self._wake.set()
 
     def made(self, took_s: float) -> None:
