@@ -29,7 +29,7 @@ from valence.protocols.strategies.deadline.branch import CELL_BYTES, UPDATE_BYTE
 from valence.protocols.strategies.deadline.config import DeadlineConfig
 from valence.protocols.strategies.deadline.leaf import Leaf
 from valence.protocols.strategies.deadline.points import dyadic
-from valence.protocols.strategies.deadline.summary import BEGUN, HoleCell, Sought, Summary
+from valence.protocols.strategies.deadline.summary import HoleCell, Sought, Summary
 from valence.protocols.wire.messages import Capacity, Contact, Needs, Traits
 from valence.workflow.sequences import Graph
 
@@ -41,6 +41,8 @@ HEAD_BYTES = 60  # of every message: addresses, seal, kind and id
 #: what a part of a message takes
 TASK_BYTES, SLOT_BYTES, LEASE_BYTES = 26, 18, 12
 HOPS_MAX = 24
+BLIND_TRIES = 3
+HANDLED_US_MAX = 100_000
 WIDTH = 16
 WAN = DeadlineConfig(update_gap_s=5.0, update_bytes_per_s=500.0)
 
@@ -82,7 +84,7 @@ class Results:
     seeks: int = 0
     forward: int = 0
     messages: int = 0
-    handled_us: list[int] = field(default_factory=list)
+    handled_us: Counter[int] = field(default_factory=Counter)  # microseconds → messages
 
 
 class Traffic:
@@ -91,8 +93,13 @@ class Traffic:
     def __init__(self, peers: int) -> None:
         self._second = array("i", [-1]) * peers
         self._now = array("i", [0]) * peers
+        self._sum = array("q", [0]) * peers
         self.most = array("i", [0]) * peers
         self.total = 0
+
+    def busiest(self) -> int:
+        """All of the peer that has most."""
+        return max(self._sum)
 
     def add(self, peer: int, at: float, count: int) -> None:
         second = int(at)
@@ -101,6 +108,7 @@ class Traffic:
             self._now[peer] = 0
         self._now[peer] += count
         self.total += count
+        self._sum[peer] += count
         if self._now[peer] > self.most[peer]:
             self.most[peer] = self._now[peer]
 
@@ -117,15 +125,18 @@ class Crowd:
         speeds: tuple[float, float] = (0.5, 2.0),
         seed: int = 1,
         from_s: float = 20.0,
+        is_blind: bool = False,
     ) -> None:
+        """`is_blind`: sequences go to peers at random, and nobody hears of a summary."""
         self.rng = random.Random(seed)
         self.peers = peers
         self.results = Results()
         self.sent, self.received, self.events = Traffic(peers), Traffic(peers), Traffic(peers)
         self._make, self._length_s, self._ratios = make, length_s, ratios
+        self._load, self._is_blind = load, is_blind
         self._from_s = from_s  # what is submitted earlier warms the crowd up
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0
+        self.count = 0
         self._out_free = array("d", [0.0]) * peers
         self._in_free = array("d", [0.0]) * peers
         self._levels = max(1, math.ceil(math.log(peers, WIDTH) - 1e-9))
@@ -194,8 +205,8 @@ class Crowd:
     # ----------------------------------------------------------------- events and the network
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, what, arguments))
+        self.count += 1
+        heapq.heappush(self._heap, (when, self.count, what, arguments))
 
     def send(
         self, source: int, target: int, size: int, what: Callable[..., None], *more: Any
@@ -217,21 +228,27 @@ class Crowd:
         if size:
             self.received.add(target, self.now, size)
         self.events.add(target, self.now, 1)
-        start = time.perf_counter_ns()
+        start = time.thread_time_ns()
         what(target, *more)
-        self.results.handled_us.append((time.perf_counter_ns() - start) // 1000)
+        took = time.thread_time_ns() - start
+        self.results.handled_us[min(HANDLED_US_MAX, took // 1000)] += 1
 
     def run(self, seconds: float) -> Results:
         self.now = 0.0
         probe = self._make()
         work_s = self._length_s * len(probe.lengths)
         mean_speed = sum(self.speeds) / len(self.speeds)
-        self._rate = 0.95 * self.peers * mean_speed / work_s
+        self._rate = self._load * self.peers * mean_speed / work_s
         self.at(self.rng.expovariate(self._rate), self._submit)
+        self.at(self._from_s, self._warmed_up)
         while self._heap and self._heap[0][0] <= seconds:
             self.now, _, what, arguments = heapq.heappop(self._heap)
             what(*arguments)
         return self.results
+
+    def _warmed_up(self) -> None:
+        self.sent, self.received, self.events = (Traffic(self.peers) for _ in range(3))
+        self.results.handled_us.clear()
 
     # ----------------------------------------------------------------- a home
 
@@ -248,7 +265,6 @@ class Crowd:
         )
         plan = Planning(home, self.now, Bargain(request, 0.5), total_s)
         self.results.speedups.setdefault(ratio, [])
-        plan.bargain.ratio = ratio if False else None  # type: ignore[attr-defined]
         self._next_stage(plan)
 
     def _next_stage(self, plan: Planning) -> None:
@@ -274,7 +290,14 @@ class Crowd:
                 Sought(NEEDS, graph.lengths[task], window.start, window.end)
                 for task, window in zip(wanted.tasks, wanted.windows, strict=True)
             ]
-            self._send_seek(plan.home, 1, plan.home // WIDTH, Seek(plan, index, 0, tasks))
+            self._begin(Seek(plan, index, 0, tasks))
+
+    def _begin(self, seek: Seek) -> None:
+        home = seek.plan.home
+        if self._is_blind:
+            self._send_seek(home, 0, self.rng.randrange(self.peers), seek)
+        else:
+            self._send_seek(home, 1, home // WIDTH, seek)
 
     def _got(self, home: int, seek: Seek, slots: list[BookedSlot]) -> None:
         plan = seek.plan
@@ -369,7 +392,7 @@ class Crowd:
 
     def _changed(self, level: int, index: int) -> None:
         """Its update is due at some time: one event for each branch or leaf."""
-        if level >= self._levels or (level, index) in self._scheduled:
+        if level >= self._levels or self._is_blind or (level, index) in self._scheduled:
             return
         part = self._branch(level, index) if level else self.leaves[index]
         when = part.update_at()
@@ -410,6 +433,12 @@ class Crowd:
         held = self.bookings[peer].hold(b"", "", "", asks, self.now)
         if held is None:
             self.results.stale += 1
+            if self._is_blind:
+                if seek.hops < BLIND_TRIES:
+                    self._send_seek(peer, 0, self.rng.randrange(self.peers), seek)
+                else:
+                    self.send(peer, seek.plan.home, HEAD_BYTES, self._not_found, seek)
+                return
             seek.tried = (*seek.tried, (0, peer))[-8:]
             if seek.hops < HOPS_MAX:
                 self._send_seek(peer, 1, peer // WIDTH, seek)
@@ -452,6 +481,3 @@ def _in_order(slots: Sequence[BookedSlot]) -> bool:
     """(Pieces of one sequence are booked side by side, each in its own window.)"""
     ends = [slot.end_at for slot in slots]
     return all(slot.start_at >= end - 1e-6 for slot, end in zip(slots[1:], ends, strict=False))
-
-
-assert BEGUN == 0.0
