@@ -34,6 +34,7 @@ papers: $(VENV)/papers  ## the papers' experiments, as tables and plots; ARGS="-
 	@$(BIN)/python -m bench.papers.tickets $(ARGS)
 	@$(BIN)/python -m bench.papers.chemical
 	@$(BIN)/python -m bench.papers.pilots
+	@$(BIN)/python -m bench.papers.deadline
 shootout: $(VENV)/run  ## all strategies on the same work, simulated and live; ARGS=--json for scripts
 	@$(BIN)/python -m bench.shootout $(ARGS)
 data: $(VENV)/run  ## file transfers, live: a hot file, a killed source, corrupt chunks, a small cache
@@ -52,6 +53,7 @@ soak: $(VENV)/run  ## 5,000 simulated disasters, then every safety rule broken o
 	@$(BIN)/python -m sim --seeds 500 --strategy chemical
 	@$(BIN)/python -m sim --seeds 500 --strategy chemical --overlay chord
 	@$(BIN)/python -m sim --seeds 500 --strategy pilots
+	@$(BIN)/python -m sim --seeds 1000 --strategy deadline
 	@$(BIN)/python -m sim --seeds 500 --queue
 	@$(BIN)/python -m sim --seeds 500 --mutants
 crowd: $(VENV)/run  ## one hour of 1,000 simulated peers, 100 of them replaced every minute

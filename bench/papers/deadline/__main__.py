@@ -17,7 +17,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from valence.workflow.sequences import Graph, decompose, stages
@@ -94,7 +94,7 @@ def crowd(model: str, peers: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _at(ordered: list[float], share: float) -> float:
+def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
@@ -129,9 +129,9 @@ def show(figures: dict[str, Any]) -> None:
     )
     times = ", ".join(f"{k} {v:.2f} s" for k, v in figures["allocated_s"].items())
     print(f"  allocated within {times} (paper: a few seconds)")
-    for ratio, paper in zip(RATIOS, TABLE_II[model], strict=True):
-        listed = figures["speedups"].get(ratio, figures["speedups"].get(str(ratio), 0.0))
-        print(f"  speed-up at W {ratio}: {listed:.2f} (paper: {paper})")
+    for ratio, published in zip(RATIOS, TABLE_II[model], strict=True):
+        speedup = figures["speedups"].get(str(ratio), 0.0)
+        print(f"  speed-up at W {ratio}: {speedup:.2f} (paper: {published})")
     rows = (
         ("sent", "75 % under 2,500, max 8,200"),
         ("received", "75 % under 1,000, 99 % under 8,000, max 29,000"),
@@ -143,9 +143,8 @@ def show(figures: dict[str, Any]) -> None:
         print(f"  {name.replace('_per_s', ' a second')}: {row} {unit} (paper: {paper})")
     handled = ", ".join(f"{k} {v} us" for k, v in figures["handled_us"].items())
     print(f"  a message takes {handled} (paper: under 1 ms)")
-    print(
-        f"  accepted {figures['accepted']:.1%}; busiest host {figures['busiest_host']:.0f} x mean"
-    )
+    busiest = f"busiest host {figures['busiest_host']:.0f} x the mean's events"
+    print(f"  accepted {figures['accepted']:.1%}; {busiest}")
 
 
 def sizes(peers: int, seconds: float) -> None:
