@@ -201,10 +201,12 @@ class SimAttempt:
             return {"kind": "returned", "reason": str(error)[:2000], "missing": tuple(gone)}
         shop.on_begin(work)
         shop.running += 1
+        shop.millicores += work.needs.capacity.millicores
         try:
             await asyncio.sleep(self._seconds())
         finally:
             shop.running -= 1
+            shop.millicores -= work.needs.capacity.millicores
         shop.on_end(work)
         if shop.rng.random() < shop.failing:
             return {"kind": "failed", "reason": "it failed, by chance", "exit_code": 1}
@@ -255,6 +257,7 @@ class SimLauncher:
         self.transfer = transfer
         self.rng = rng
         self.running = 0
+        self.millicores = 0  # of what runs
         self.failing = 0.0
         self.overruns = 0.0  # the share of tasks that take three times as long as was said
         self.on_begin: Callable[[Work], None] = lambda work: None

@@ -345,7 +345,7 @@ class Ledger:
         own = work.epoch % 2**TAG_BITS == zlib.crc32(host.id)  # its home is this very peer
         if not own and _attempt_at(host, key, work.epoch) not in story.started:
             raise Violation(f"{key} was started at another peer before that was agreed on")
-        if host.workshop.running >= host.slots:
+        if host.workshop.millicores + work.needs.capacity.millicores > 1000 * host.slots:
             raise Violation(f"peer {host.index} runs more than it has capacity for")
 
     def _check_input(self, key: AttemptKey, file: File, lines: list[_Story]) -> None:

@@ -98,6 +98,8 @@ class Users:
         rng = random.Random(f"deadline {self._world.plan.seed} {number}")
         for task in document["tasks"].values():
             task["runtime"] = float(task["command"][1])
+            cpus, memory = rng.choice((1, 1, 1, 1, 0.5, 2)), rng.choice((0, 0, 100, 400))
+            task["needs"] = {"cpus": cpus, "memory": f"{memory}MiB"}
         if rng.random() < 0.9:
             document["deadline"] = rng.choice((3.0, 10.0, 30.0, 90.0))
             terms = {

@@ -91,7 +91,9 @@ class Tree:
     @property
     def shape(self) -> Shape:
         if self._shape is None:
-            self._shape = Shape(self._members.here())
+            here = {member.contact.id: member for member in self._members.here()}
+            me = self._members.me  # (it is in its own tree even while it leaves)
+            self._shape = Shape({**here, me.contact.id: me}.values())
         return self._shape
 
     def _member_changed(self, old: Member | None, new: Member) -> None:
