@@ -690,7 +690,7 @@ def promises_before_the_journal() -> list[Patch]:
 @shows("is promised, and not all of its tasks are booked")
 def a_plan_may_leave_tasks_out() -> list[Patch]:
     rows = Promises._rows
-    return [(Promises, "_rows", lambda self, slots: rows(self, slots)[1:])]
+    return [(Promises, "_rows", lambda self, slots, lengths: rows(self, slots, lengths)[1:])]
 
 
 @mutant

@@ -93,6 +93,12 @@ class Users:
             self._ask_for_a_promise(document, number)
         return document
 
+    def _wants_promise(self, number: int) -> bool:
+        """(Such a workflow has no tasks that need several peers.)"""
+        plan = self._world.plan
+        drawn = random.Random(f"promise {plan.seed} {number}").random()
+        return plan.strategy == "deadline" and drawn < 0.9
+
     def _ask_for_a_promise(self, document: dict[str, Any], number: int) -> None:
         """Most workflows want to be done by a deadline; some deadlines can't be met."""
         rng = random.Random(f"deadline {self._world.plan.seed} {number}")
@@ -100,7 +106,8 @@ class Users:
             task["runtime"] = float(task["command"][1])
             cpus, memory = rng.choice((1, 1, 1, 1, 0.5, 2)), rng.choice((0, 0, 100, 400))
             task["needs"] = {"cpus": cpus, "memory": f"{memory}MiB"}
-        if rng.random() < 0.9:
+        if self._wants_promise(number):
+            document["levels"] = None
             document["deadline"] = rng.choice((3.0, 10.0, 30.0, 90.0))
             terms = {
                 "infeasible": rng.choice(("refuse", "refuse", "refuse", "earliest", "best-effort")),
@@ -111,7 +118,8 @@ class Users:
 
     async def _submit(self, number: int) -> None:
         rng, queue = self._rng, self._queue_sometimes()
-        document = self._document(number, 0.0 if queue is not None else self._world.plan.gangs)
+        alone = queue is not None or self._wants_promise(number)
+        document = self._document(number, 0.0 if alone else self._world.plan.gangs)
         text = json.dumps(document).encode()
         tasks = sum(task["peers"] for task in document["tasks"].values())
         key = f"key-{number}" if rng.random() < 0.3 else None
@@ -262,10 +270,9 @@ class Users:
 
 def _is_promised(document: dict[str, Any]) -> bool:
     """Whether such a workflow is only accepted with a promise."""
-    alone = all(task["peers"] == 1 for task in document["tasks"].values())
     terms = document.get("promise", {})
     wanted = "deadline" in document and terms.get("infeasible") != "best-effort"
-    return document["strategy"] == "deadline" and wanted and alone
+    return bool(document["strategy"] == "deadline" and wanted)
 
 
 async def _refusable(submission: Coroutine[Any, Any, Any], refusal: dict[str, Any] | None) -> Any:

@@ -29,8 +29,19 @@ def bookings(cores: int, share: float = 1.0) -> Bookings:
 
 
 def held(peer: Bookings, *asks: BookingAsk, owner: str = "o", now: float = 0.0) -> Any:
-    made = peer.hold(b"home", "w", owner, list(asks), now)
+    made = confirmed(peer, *asks, owner=owner, now=now)
     return None if made is None else [(p.booking.start_at, p.booking.end_at) for p in made]
+
+
+def confirmed(
+    peer: Bookings, *asks: BookingAsk, owner: str = "o", now: float = 0.0
+) -> list[Commitment] | None:
+    """Bookings that may be moved in their windows. (A hold stays where its home was told it is.)"""
+    peer.refresh(now)
+    made = peer.hold(b"h", "w", owner, list(asks), now)
+    for promise, asked in zip(made or [], asks, strict=False):
+        assert peer.confirm(promise.id, "w", b"h", 1, asked.due_at, now)
+    return made
 
 
 # --------------------------------------------------------------------------- one calendar
@@ -148,9 +159,9 @@ def test_whatever_happens_nothing_is_over_booked(life: tuple[int, list[Any]]) ->
             line += wait
             asks.append(BookingAsk(CORE, length, line, line + slack * length, length / 1.2))
             line += length
-        for promise in (asks and peer.hold(b"h", "w", f"o{count % 2}", asks, now)) or []:
+        made = confirmed(peer, *asks, owner=f"o{count % 2}", now=now) if asks else None
+        for promise in made or []:
             count += 1
-            peer.confirm(promise.id, "w", b"h", 1, promise.booking.due_at, now)
             if not is_late:
                 peer.commit(promise.id, "w", b"h", promise.id)
         peer.tick(now)
@@ -171,8 +182,8 @@ def test_whatever_happens_nothing_is_over_booked(life: tuple[int, list[Any]]) ->
 def test_a_late_unit_uses_its_margin_before_it_moves_others() -> None:
     peer = bookings(1)
     asked = BookingAsk(CORE, 2.4, 0.0, 10.0, 2.0)
-    (first,) = peer.hold(b"h", "w", "o", [asked], 0.0) or []
-    (second,) = peer.hold(b"h", "w", "o", [ask(2, 2.4, 4.4)], 0.0) or []
+    (first,) = confirmed(peer, asked) or []
+    (second,) = confirmed(peer, ask(2, 2.4, 4.4)) or []
     peer.tick(0.3)
     assert (first.booking.start_at, first.booking.end_at) == (0.3, 2.4)
     peer.tick(1.0)  # now there is no room for it before the other one, which is due
@@ -182,8 +193,8 @@ def test_a_late_unit_uses_its_margin_before_it_moves_others() -> None:
 
 def test_a_unit_begins_early_if_that_breaks_no_other_promise() -> None:
     peer = bookings(1)
-    (first,) = peer.hold(b"h", "w", "o", [ask(2, 0, 8)], 0.0) or []
-    (second,) = peer.hold(b"h", "w", "o", [ask(2, 2, 8)], 0.0) or []
+    (first,) = confirmed(peer, ask(2, 0, 8)) or []
+    (second,) = confirmed(peer, ask(2, 2, 8)) or []
     assert peer.commit(second.id, "w", b"h", "second") == "wait"
     assert peer.may_begin(second, 0.5)  # the first is not here yet, and can wait
     assert first.booking.start_at >= 2.5
@@ -191,9 +202,9 @@ def test_a_unit_begins_early_if_that_breaks_no_other_promise() -> None:
 
 def test_what_is_loaded_keeps_to_its_windows() -> None:
     before = bookings(1)
-    (one,) = before.hold(b"h", "w", "o", [ask(2, 0, 8)], 0.0) or []
+    (one,) = confirmed(before, ask(2, 0, 8)) or []
     row = before.row(one, wall_s=1000.0)
-    (two,) = before.hold(b"h", "w", "o", [ask(2, 0, 2)], 0.0) or []
+    (two,) = confirmed(before, ask(2, 0, 2)) or []
     assert one.booking.start_at == 2  # it was moved after it was written
     after = bookings(1)
     after.load([row, before.row(two, 1000.0)], 2, 1000.0, 0.0)
@@ -235,7 +246,7 @@ def room(count: int = 1, runtime_s: float | None = None) -> Room:
 
 
 def booked(peer: Admission, length: float, start: float, due: float, cores: int = 1) -> Commitment:
-    made = peer.bookings.hold(b"h", "w", "o", [ask(length, start, due, cores)], 0.0)
+    made = confirmed(peer.bookings, ask(length, start, due, cores))
     assert made is not None
     return made[0]
 
@@ -353,3 +364,78 @@ def test_a_calendar_forgets_only_what_has_passed(
     for length in (1, 3, 7):
         wanted = ask(length, 15.0)
         assert kept.earliest(wanted) == forgot.earliest(wanted)
+
+
+# --------------------------------------------------------------------------- what a review found
+
+
+def test_a_hold_stays_where_its_home_was_told_it_is() -> None:
+    peer = bookings(1)
+    (hold,) = peer.hold(b"h", "w", "o", [ask(3, 1, 10)], 0.0) or []
+    assert held(peer, ask(3, 1, 4)) is None
+    assert hold.booking.start_at == 1
+
+
+def test_a_booking_that_will_end_too_late_is_not_confirmed() -> None:
+    peer = bookings(1)
+    (hold,) = peer.hold(b"h", "w", "o", [ask(3, 1, 10)], 0.0) or []
+    assert peer.confirm(hold.id, "w", b"h", 1, 3.0, 0.0) is None
+    assert peer.confirm(hold.id, "w", b"h", 1, 4.0, 0.0) is hold
+
+
+def test_one_owner_has_at_most_half_of_the_places() -> None:
+    peer = Bookings(Capacity(8000), 1.0, 15.0, 120.0, 10)
+    for n in range(6):
+        assert (held(peer, ask(1, 100.0 * n), owner="eve") is not None) is (n < 5)
+    assert held(peer, ask(1, 5000.0), owner="bob") is not None
+
+
+def test_what_nobody_could_serve_makes_no_contest() -> None:
+    peer = bookings(4, share=0.75)
+    assert held(peer, ask(10, 0, 1), owner="eve") is None
+    for _ in range(3):
+        assert held(peer, ask(2, 0, 2), owner="bob") is not None
+
+
+def test_with_many_bookings_none_is_moved_and_nothing_takes_long() -> None:
+    peer = bookings(1)
+    for n in range(300):
+        assert held(peer, ask(1, 2.0 * n, 2.0 * n + 900))
+    before = {n: p.booking.start_at for n, p in peer.promises.items()}
+    assert held(peer, ask(1.5, 0, 20)) is None
+    assert before == {n: p.booking.start_at for n, p in peer.promises.items()}
+
+
+def test_a_committed_unit_needs_no_row_on_the_disk() -> None:
+    peer = bookings(1)
+    (one,) = confirmed(peer, ask(2, 0, 10)) or []
+    assert peer.take_gone(0.0) == []
+    peer.commit(one.id, "w", b"h", "unit")
+    assert peer.take_gone(0.0) == [one.id]
+    peer.ended("unit")
+    assert peer.take_gone(0.0) == []
+
+
+def test_a_unit_that_takes_longer_than_it_said_has_no_place_of_its_own() -> None:
+    peer = admission(1)
+    (lease,) = peer.reserve(b"x", room(1, runtime_s=1.0), 0.0).leases
+    booked(peer, 1, 5000, 6000)
+    assert peer.commit(b"x", lease, "liar", 0.0, None, "", LAN.ways_max) == "run"
+    promise = booked(peer, 5, 10, 30)
+    peer.commit(b"h", promise.id, "promised", 9.0, None, "w")
+    assert peer.starts(10.0) == []
+    assert peer.told_to_go() == ["liar"]
+    peer.release("liar")
+    assert peer.starts(10.1) == ["promised"]
+    peer.sanity_check()
+
+
+def test_promised_work_is_early_only_as_far_as_others_have_the_rest() -> None:
+    peer = admission(4)
+    for n in range(4):
+        promise = booked(peer, 5, 100.0 * n + 50, 4000)
+        peer.commit(b"h", promise.id, f"p{n}", 0.0, None, "w")
+    (lease,) = peer.reserve(b"x", room(1), 0.0).leases  # somebody else wants to begin
+    assert len(peer.starts(0.0)) == 3
+    assert peer.commit(b"x", lease, "other", 0.1) == "run"
+    peer.sanity_check()

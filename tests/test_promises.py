@@ -31,6 +31,7 @@ from valence.protocols.engine.promise import (
 )
 from valence.protocols.strategies.base import BookedSlot, PlanRequest
 from valence.protocols.strategies.deadline.bargain import BACKWARD, FORWARD, Bargain
+from valence.protocols.strategies.deadline.messages import Confirm
 from valence.protocols.wire.messages import Contact, Needs
 from valence.workflow.document import from_value
 from valence.workflow.sequences import Graph, Slot
@@ -374,9 +375,13 @@ def test_what_can_not_be_promised_may_run_all_the_same(terms: dict[str, str], st
         ({"strategy": "probe"}, "the strategy probe makes none"),
         ({"strategy": "auto", "tasks": {"t": {"command": ["work", "1"]}}}, "t has no run time"),
         (
-            {"tasks": {"t": {"command": ["work", "1"], "peers": 2, "runtime": 1}}},
+            {
+                "strategy": "auto",
+                "tasks": {"t": {"command": ["work", "1"], "peers": 2, "runtime": 1}},
+            },
             "tasks that need several peers at once can't be promised yet",
         ),
+        ({"strategy": "auto", "levels": "strict"}, "strict levels can't be promised yet"),
     ],
 )
 def test_where_nothing_is_promised_it_is_said_why(change: dict[str, Any], why: str | None) -> None:
@@ -386,6 +391,60 @@ def test_where_nothing_is_promised_it_is_said_why(change: dict[str, Any], why: s
         workflow = await submitted(world.hosts[0], text)
         promise = (await view(world.hosts[0], workflow))["promise"]
         assert promise is None if why is None else promise["why"] == why
+
+    run_out(scenario())
+
+
+def test_who_names_the_strategy_wants_a_promise_or_nothing() -> None:
+    async def scenario() -> None:
+        world = await assembled(3)
+        with pytest.raises(ApiError, match="strict levels can't be promised yet") as refused:
+            await submitted(world.hosts[0], document(levels="strict"))
+        assert refused.value.status == 422
+        assert [row.pointer for row in refused.value.errors] == ["/strategy"]
+
+    run_out(scenario())
+
+
+def test_a_chain_longer_than_a_message_is_promised_in_parts() -> None:
+    async def scenario() -> None:
+        world = await assembled(3)
+        tasks = {
+            f"t{n}": {
+                "command": ["work", "0.1"], "runtime": 0.1, "inputs": [f"f{n - 1}"] if n else [],
+                "outputs": [f"f{n}"],
+            }
+            for n in range(1100)
+        }  # fmt: skip
+        text = {"name": "w", "strategy": "deadline", "deadline": "1h", "tasks": tasks}
+        workflow = await submitted(world.hosts[0], text)
+        seen = await view(world.hosts[0], workflow)
+        assert seen["promise"]["state"] == "made"
+        assert seen["promise"]["booked"] == 1100
+
+    run_out(scenario())
+
+
+def test_slots_are_not_called_confirmed_while_a_peer_is_silent() -> None:
+    async def scenario() -> None:
+        world = await assembled()
+        home = world.hosts[0]
+        answers = {host: host.peer.rpc.handlers[Confirm] for host in world.hosts}
+
+        async def silent(sender: Contact, message: Confirm) -> None:
+            await asyncio.sleep(3600.0)
+
+        for host in world.hosts:
+            host.peer.rpc.on(Confirm, silent)
+        workflow = await submitted(home, document("400s", 30.0))
+        await asyncio.sleep(8.0)
+        run = home.enactment.home.runs.active[workflow]
+        assert run.promise is not None
+        assert not run.promise.confirmed
+        for host, answer in answers.items():
+            host.peer.rpc.on(Confirm, answer)
+        await asyncio.sleep(20.0)
+        assert run.promise.confirmed
 
     run_out(scenario())
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from ..config import Config
 from ..wire.messages import Capacity, GangTag, Grant, Room, Traits
 from .bookings import Bookings, Commitment, length_here
+from .calendar import exceeds
 from .matching import plus, slots, unmet
 from .turns import Turns
 
@@ -44,6 +45,8 @@ RUNTIME_S_UNKNOWN = 60.0
 FIXED_S = 3600.0
 #: a queued unit that must be handed back in less than this begins even if it may have to make way
 PATIENT_S = 1.0
+#: how many booked units try to begin before their slots, and may not
+EARLY_TRIES_MAX = 8
 #: so long before the last moment, a booked unit takes the place of one that takes too long
 PRESSING_S = 0.5
 #: how far down the queue to look for a unit that fits, behind one that does not
@@ -486,19 +489,31 @@ class Admission:
         self.bookings.tick(now)
         started: list[Hashable] = []
         kept = Capacity()  # for units that wait for room
-        self._is_due = False
+        in_vain = 0
         for promise in self.bookings.waiting():
             is_due = promise.booking.start_at <= now
             if is_due and not slots(plus(self._free, kept, -1), promise.needs):
                 self._make_room(promise, plus(self._free, kept, -1), now)
-            if slots(plus(self._free, kept, -1), promise.needs):
-                if self.bookings.may_begin(promise, now):
-                    self._begin_booked(promise, now)
-                    started.append(promise.unit)
-            elif is_due:
-                self._is_due = True
-                kept = plus(kept, promise.needs)
+            if not slots(plus(self._free, kept, -1), promise.needs):
+                kept = plus(kept, promise.needs) if is_due else kept
+                continue
+            if not is_due and (in_vain >= EARLY_TRIES_MAX or not self._may_be_early(promise)):
+                continue
+            if self.bookings.may_begin(promise, now):
+                self._begin_booked(promise, now)
+                started.append(promise.unit)
+            else:
+                in_vain += 1
+        self._is_due = bool(self._making_way)  # what they leave is for booked units
         return started
+
+    def _may_be_early(self, promise: Commitment) -> bool:
+        """Before its slot a booked unit takes no more than may be promised at one instant, while
+        others want to begin: they have the rest."""
+        if not (self._queue or self._wishes or self._leases):
+            return True
+        limit = self.bookings.calendar.limit
+        return not exceeds(self._booked, promise.needs, limit)
 
     def _begin_booked(self, promise: Commitment, now: float) -> None:
         self.bookings.begin(promise, now)
@@ -535,13 +550,18 @@ class Admission:
             if not lease.queued:
                 yield lease_id, None, lease.needs
         for unit, (needs, _) in reversed(self._running.items()):
-            if unit not in self._fixed and unit not in self._making_way:
+            if not self._has_its_place(unit, now) and unit not in self._making_way:
                 yield 0, unit, needs
         booking = promise.booking
         if now + PRESSING_S >= booking.due_at - booking.length_s:
             for over in self.bookings.overrunning(now):
                 if over.workflow != promise.workflow and over.unit not in self._making_way:
                     yield 0, over.unit, over.needs
+
+    def _has_its_place(self, unit: Hashable, now: float) -> bool:
+        """It makes way no more, as long as it takes no longer than it said."""
+        place = self.bookings.calendar.rows.get(self._fixed.get(unit, 0))
+        return place is not None and place.end_at > now
 
     def _needs_of(self, unit: Hashable) -> Capacity:
         running = self._running.get(unit)

@@ -16,6 +16,7 @@ Rules, and why a promise outlives what made it:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ FIXED_S = 3600.0
 OWNERS_WANTING_MAX = 1000
 #: bookings and leases never share a number
 FIRST_ID, IDS_PER_BOOT = 2**40, 2**24
+#: an end that is later by less than this is in time: windows travel as seconds from now
+LATE_S = 0.5
 #: how often a unit whose time has come looks for room, if nothing else happens
 DUE_S = 0.1
 
@@ -91,6 +94,7 @@ class Bookings:
         self._most = most
         self._units: dict[Hashable, Commitment] = {}
         self._waiting: dict[int, Commitment] = {}  # committed, and not running yet
+        self._owned: Counter[str] = Counter()  # bookings of each owner
         self._wanting: dict[str, float] = {}  # owners that were refused: until when that counts
         self.on_changed: Callable[[], None] = lambda: None  # the holes between them are others
         self._gone: list[int] = []  # confirmed bookings that are on disk for nothing
@@ -107,28 +111,46 @@ class Bookings:
     def hold(
         self, home: bytes, workflow: str, owner: str, asks: list[BookingAsk], now: float
     ) -> list[Commitment] | None:
-        """Bookings for a sequence of tasks, all or none; not confirmed yet."""
-        self.expire(now)
-        self.tick(now)
+        """Bookings for a sequence of tasks, all or none; not confirmed yet. (Call `refresh`
+        before, once for many.)"""
         contested = self._contested(owner, now)
         fit = None
-        if len(self.promises) + len(asks) <= self._most:
+        if self._may_have(owner, len(asks)):
             fit = self.calendar.fit(asks, owner, now, contested)
         if fit is None:
-            if len(self._wanting) < OWNERS_WANTING_MAX or owner in self._wanting:
-                self._wanting[owner] = now + self._affirm_s
+            self._refused(owner, asks, now)
             return None
         starts, moves = fit
         self.calendar.apply(moves)
         made = []
         for ask, start_at in zip(asks, starts, strict=True):
             booking = Booking(self.new_id(), *ask, start_at, owner)
+            booking.due_at = booking.end_at  # its home is told so: it stays until it is confirmed
+            self._owned[owner] += 1
             promise = Commitment(booking, workflow, home, expires_at=now + self._hold_s)
             self.calendar.add(booking)
             self.promises[booking.id] = promise
             made.append(promise)
         self.on_changed()
         return made
+
+    def refresh(self, now: float) -> None:
+        """Time has passed: what nobody confirmed is gone, slots that have begun move on."""
+        self.expire(now)
+        self.tick(now)
+
+    def _may_have(self, owner: str, count: int) -> bool:
+        """One owner has at most half of the places."""
+        if self._owned[owner] + count > self._most // 2:
+            return False
+        return len(self.promises) + count <= self._most
+
+    def _refused(self, owner: str, asks: list[BookingAsk], now: float) -> None:
+        """It counts as one of several owners for a while, if an idle peer could have served it."""
+        if any(ask.start_line + ask.length_s > ask.due_at for ask in asks):
+            return
+        if len(self._wanting) < OWNERS_WANTING_MAX or owner in self._wanting:
+            self._wanting[owner] = now + self._affirm_s
 
     def new_id(self) -> int:
         self._next_id += 1
@@ -166,10 +188,12 @@ class Bookings:
     def confirm(
         self, lease: int, workflow: str, home: bytes, epoch: int, due_at: float, now: float
     ) -> Commitment | None:
-        """Confirms a hold, or affirms a booking; with its final deadline. None: it is not here, or
-        a later home speaks for it."""
+        """Confirms a hold, or affirms a booking; with its final deadline. None: it is not here, a
+        later home speaks for it, or it will end too late here."""
         promise = self.of(lease, workflow)
         if promise is None or epoch < promise.epoch:
+            return None
+        if promise.unit is None and promise.booking.end_at > due_at + LATE_S:
             return None
         promise.home, promise.epoch, promise.confirmed = home, epoch, True
         promise.expires_at = now + self._affirm_s
@@ -201,8 +225,11 @@ class Bookings:
     def _drop(self, promise: Commitment) -> None:
         self.calendar.drop(promise.id)
         del self.promises[promise.id]
-        if promise.confirmed:
+        if promise.confirmed and promise.unit is None:
             self._gone.append(promise.id)
+        self._owned[promise.booking.owner] -= 1
+        if not self._owned[promise.booking.owner]:
+            del self._owned[promise.booking.owner]
         self._waiting.pop(promise.id, None)
         if promise.unit is not None:
             self._units.pop(promise.unit, None)
@@ -222,6 +249,9 @@ class Bookings:
         if promise is None or promise.unit is not None:
             return "this capacity is not booked here any more"
         promise.unit, promise.home = unit, home
+        promise.booking.here = True
+        if promise.confirmed:
+            self._gone.append(promise.id)  # on disk: its attempt does not outlive this process
         promise.confirmed = True
         self._units[unit] = promise
         self._waiting[promise.id] = promise
@@ -309,6 +339,7 @@ class Bookings:
         self._next_id = FIRST_ID + boot * IDS_PER_BOOT
         for row in sorted(rows, key=lambda row: row.due_at):
             if row.due_at - wall_s <= now or row.lease in self.promises:
+                self._gone.append(row.lease)
                 continue
             booking = Booking(
                 row.lease, row.needs, row.length_s, row.start_line - wall_s, row.due_at - wall_s,
@@ -319,6 +350,7 @@ class Bookings:
                 self.calendar.add_behind(booking, now)
             else:
                 self.calendar.add(booking)
+            self._owned[row.owner] += 1
             self.promises[row.lease] = Commitment(
                 booking, row.workflow, row.home, row.epoch, True, now + self._affirm_s
             )

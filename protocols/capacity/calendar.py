@@ -27,6 +27,10 @@ from .matching import plus
 NOTHING = Capacity()
 #: two times that differ by less are the same: sums of floats are not exact
 TINY_S = 1e-6
+#: with more bookings than this, none is moved for another: packing takes too long
+PACKED_MAX = 200
+#: how far a slot is moved on at once whose unit is not here yet
+ABSENT_S = 0.5
 
 
 class BookingAsk(NamedTuple):
@@ -51,6 +55,7 @@ class Booking:
     start_at: float
     owner: str = ""
     fixed: bool = False  # it runs, or was never in a window: it is where it is
+    here: bool = False  # its unit is here, and waits to begin
 
     @property
     def end_at(self) -> float:
@@ -211,6 +216,11 @@ class Calendar:
 
     # ----------------------------------------------------------------- questions
 
+    @property
+    def limit(self) -> Capacity:
+        """What may be promised at one instant, of a peer that is not promised as a whole."""
+        return self._limit
+
     def _is_large(self, needs: Capacity) -> bool:
         return exceeds(NOTHING, needs, self._limit)
 
@@ -267,7 +277,7 @@ class Calendar:
         if starts is not None:
             return starts, {}
         movable = [b for b in self.rows.values() if not b.fixed]
-        if not movable:
+        if not movable or len(movable) > PACKED_MAX:
             return None
         trial = self._without(movable)
         return trial._pack(asks, owner, now, contested, movable)
@@ -338,6 +348,8 @@ class Calendar:
         if at <= now + TINY_S:
             return {}
         movable = [b for b in self.rows.values() if not b.fixed and b is not booking]
+        if len(movable) > PACKED_MAX:
+            return None
         trial = self._without([*movable, booking])
         if not trial.has_room(booking.needs, now, now + booking.length_s):
             return None
@@ -350,8 +362,9 @@ class Calendar:
             self.move(self.rows[lease], start_at)
 
     def slip(self, now: float) -> None:
-        """Moves on those whose slot has begun without them. Each may first use up its margin; then
-        others make room in their windows; else it goes to where there is room, maybe too late."""
+        """Moves on those whose slot has begun without them. Each may first use up its margin. Then,
+        if its unit is here, others make room in their windows; else it goes to where there is room
+        a little later, maybe too late."""
         begun = [b for b in self.rows.values() if not b.fixed and b.start_at < now]
         for booking in sorted(begun, key=lambda b: (b.due_at, b.id)):
             if booking.start_at >= now:
@@ -360,13 +373,13 @@ class Calendar:
                 self.move(booking, now, booking.end_at - now)
                 continue
             self.move(booking, booking.start_at, booking.least_s)
-            moves = self.at_once(booking, now)
+            moves = self.at_once(booking, now) if booking.here else None
             if moves is not None:
                 self.apply(moves)
                 self.move(booking, now)
                 continue
             self.drop(booking.id)
-            self.add_behind(booking, now)
+            self.add_behind(booking, now if booking.here else now + ABSENT_S)
 
     def add_behind(self, booking: Booking, now: float) -> None:
         """Adds it where there is room, in its window or behind it, and moves nothing."""

@@ -36,7 +36,6 @@ from ..wire.messages import (
 from ..wire.rpc import Rpc
 from .home import UNACKNOWLEDGED, Home
 from .journal import Recorded
-from .promises import NoEstimate
 from .run import FINAL, STATES, AttemptState, Run, TaskState
 from .work import deadline_at
 
@@ -195,7 +194,7 @@ class Answers:
         return self._view(run)
 
     def _view(self, run: Run) -> views.WorkflowView:
-        deadline = deadline_at(run)
+        deadline = run.promise.deadline_at if run.promise is not None else deadline_at(run)
         end = run.ended_at if run.ended_at is not None else self._clock()
         return views.WorkflowView(
             id=run.id,
@@ -209,7 +208,7 @@ class Answers:
             counts={s: count for s in STATES if (count := run.counts.get(s))},
             submitted_at=run.submitted_at,
             ended_at=run.ended_at,
-            deadline_at=run.promise.deadline_at if run.promise is not None else deadline,
+            deadline_at=deadline,
             late=deadline is not None and end > deadline,
             promise=self._promise(run),
             home=self._me,
@@ -246,10 +245,7 @@ class Answers:
     def _no_promise(self, run: Run) -> views.PromiseView | None:
         if run.workflow.deadline is None:
             return None
-        try:
-            why = self._home.promises.why_none(run.workflow, run.owner)
-        except NoEstimate as error:
-            why = f"{error.tasks[0]} has no run time"
+        why = self._home.promises.why_none(run.workflow, run.owner)
         why = why or "when it was submitted, the deadline could not be promised"
         return views.PromiseView(state="none", why=why)
 

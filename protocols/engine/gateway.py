@@ -43,7 +43,7 @@ from .acceptance import AlreadyHere
 from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError, moving
 from .home import Home
 from .locate import SILENT_S, VOID_HOME, Locate
-from .promises import NoEstimate, NotPromised, never_in_time
+from .promises import NotPromised, Unpromisable, never_in_time
 from .work import due_at, is_much, read_document
 
 log = logging.getLogger("valence.gateway")
@@ -195,16 +195,17 @@ class Gateway:
             workflow_id, new = await self._named(owner, options)
             if not new:
                 return workflow_id, False
-        self._check_deadline(workflow)
         accept = str(options.pop("accept", ""))
+        if not accept:
+            self._check_deadline(workflow)
         try:
             run = await self._home.submit(
                 text, workflow, workflow_id, options, owner, patient, accept
             )
         except NotPromised as refusal:
             raise self._not_promised(refusal) from None
-        except NoEstimate as error:
-            raise _no_estimate(error) from None
+        except Unpromisable as error:
+            raise _unpromisable(error) from None
         except Refused as error:
             raise ApiError(503, error.text) from None
         except ValidationError as error:
@@ -228,30 +229,21 @@ class Gateway:
         if workflow.deadline is None:
             workflow = replace(workflow, deadline=str(FAR_S))
         workflow_id = new_id(self._rpc.me.id, self._rng, self.prefix)
-        try:
-            why = self._home.promises.why_none(workflow, owner)
-        except NoEstimate as error:
-            raise _no_estimate(error) from None
+        why = self._home.promises.why_none(workflow, owner)
         if why:
             raise ApiError(422, f"nothing can be planned: {why}")
         due = due_at(workflow, self._home.now()) or 0.0
-        why, promises = "", self._home.promises
-        try:
-            admitted = await promises.admit(workflow_id, workflow, owner, text)
-        except NotPromised as refusal:
-            why = refusal.why
-            if not refusal.offer:
-                return views.PlanView(feasible=False, why=why, deadline_at=due)
-            admitted = promises.offered(refusal.offer)
-        promises.release(admitted)
-        rows = admitted.entry.booked
+        trial = await self._home.promises.trial(workflow_id, workflow, owner)
+        if trial.admitted is None:
+            return views.PlanView(feasible=False, why=trial.why, deadline_at=due)
+        rows = trial.admitted.entry.booked
         return views.PlanView(
-            feasible=not why,
-            why=why,
+            feasible=not trial.why,
+            why=trial.why,
             deadline_at=due,
             ends_at=max(row.end_at for row in rows),
-            survives=admitted.entry.survives,
-            asked=admitted.plan.asked,
+            survives=trial.admitted.entry.survives,
+            asked=trial.admitted.plan.asked,
             tasks=[
                 views.SlotView(
                     task=row.task, peer=row.peer.hex(), start_at=row.start_at, end_at=row.end_at
@@ -391,13 +383,17 @@ class Gateway:
         )
 
 
-def _no_estimate(error: NoEstimate) -> ApiError:
+def _unpromisable(error: Unpromisable) -> ApiError:
+    if not error.tasks:
+        why = f"no deadline can be promised: {error.why}"
+        return ApiError(422, why, [views.FieldProblem(pointer="/strategy", message=error.why)])
+    templates = dict.fromkeys(name.partition("[")[0] for name in error.tasks)
     errors = [
         views.FieldProblem(
-            pointer=f"/tasks/{name.partition('[')[0].replace('~', '~0').replace('/', '~1')}",
+            pointer=f"/tasks/{name.replace('~', '~0').replace('/', '~1')}",
             message="runtime is missing: how long it takes on a peer of speed 1",
         )
-        for name in error.tasks[:PROBLEMS_MAX]
+        for name in list(templates)[:PROBLEMS_MAX]
     ]
     count = len(error.tasks)
     listed = error.tasks[0] if count == 1 else f"{error.tasks[0]} and {count - 1} more tasks"

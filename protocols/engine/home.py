@@ -201,6 +201,8 @@ class Home:
             self._acceptance.check(workflow_id, workflow, owner, named)
         admitted = await self._admit(workflow_id, workflow, owner, text, accept)
         if admitted is None:
+            if workflow.deadline is not None:  # planning took its time
+                self._acceptance.check(workflow_id, workflow, owner, named)
             return await self._create(run, text, about, patient, named)
         options["promised"] = run.to_be_promised = True
         about = about._replace(options=json.dumps(options))
@@ -217,7 +219,13 @@ class Home:
     ) -> Admitted | None:
         """The plan of a workflow that is to be done by its deadline. None: it is promised nothing.
         `NotPromised` if it can't be done in time."""
-        if not accept and (workflow.deadline is None or self.promises.why_none(workflow, owner)):
+        if workflow.deadline is None:
+            return None
+        why = self.promises.why_none(workflow, owner)
+        if why and accept:
+            raise NotPromised(why, None)
+        if why:
+            self.promises.insist(workflow, owner, why)
             return None
         try:
             return await self.promises.admit(workflow_id, workflow, owner, text, accept)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from valence.workflow.sequences import Graph, Slot, windows
 
-from ..capacity.bookings import LENGTH_EXTRA_S, LENGTH_FACTOR, length_here
+from ..capacity.bookings import length_here
 from ..wire.entries import BookedTask
 
 #: how a promise stands
@@ -24,6 +24,7 @@ PEER_LOST, OVERRUN, FAILED, DATA_LATE, CANCELLED = (
 #: what a lost peer costs beside the work that is lost: until it is noticed, and work goes on
 DETECTION_S = 6.0
 TROUBLES_MAX = 20
+TROUBLE_S_MIN = 0.1
 #: a task that has taken longer than it said is taken to need so much longer, as a share of that
 OVERRUN_SHARE = 0.25
 
@@ -57,13 +58,11 @@ class WorkflowPromise:
 
     def book(self, rows: tuple[BookedTask, ...]) -> None:
         self.slots.update({row.task: row for row in rows})
-        for row in rows:
-            length_s = row.end_at - row.start_at - LENGTH_EXTRA_S
-            self.lengths.setdefault(row.task, max(0.0, length_s / LENGTH_FACTOR))
+        self.lengths.update({row.task: row.length_s for row in rows})
         self.confirmed = False
 
     def trouble(self, cause: str, why: str, cost_s: float) -> None:
-        if self.is_open:
+        if self.is_open and cost_s > TROUBLE_S_MIN:
             self.troubles.append(Trouble(cause, why, max(0.0, cost_s)))
             self.troubles.sort(key=lambda trouble: -trouble.cost_s)
             del self.troubles[TROUBLES_MAX:]

@@ -12,10 +12,11 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,9 @@ AFFIRM_S = 30.0
 CONFIRM_S = 2.0  # until a slot that could not be confirmed is tried again
 BOOK_AGAIN_S = 1.0  # between two tries to book what is missing
 IMPROVE_S = 5.0  # between two tries to make up for lost time
+PROMISED_TASKS_MAX = 20_000  # a plan is one journal entry, which a message must carry
+PLANS_AT_ONCE = 4
+WAITING_PLANS_MAX = 8  # of one owner
 OFFER_S = 10.0
 OFFERS_MAX = 100
 OFFERS_OF_OWNER_MAX = 5
@@ -72,12 +76,13 @@ class NotPromised(Exception):
         self.offer = offer  # accepts the earliest plan, for a while
 
 
-class NoEstimate(Exception):
-    """Some tasks have no run time, so nothing can be planned."""
+class Unpromisable(Exception):
+    """Nothing can be promised of this document, whatever its deadline."""
 
-    def __init__(self, tasks: list[str]) -> None:
-        super().__init__(tasks)
-        self.tasks = tasks
+    def __init__(self, why: str, tasks: list[str]) -> None:
+        super().__init__(why)
+        self.why = why
+        self.tasks = tasks  # those without a run time, if that is why
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,14 @@ class Admitted:
     plan: Plan
     deadline_at: float
     entry: Promised
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan that was only looked at."""
+
+    admitted: Admitted | None
+    why: str  # the deadline can't be met; empty: it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,8 @@ class Promises:
         self._spawn = spawn
         self._counts = counts
         self._offers: OrderedDict[str, _StandingOffer] = OrderedDict()
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # of each owner, and its users
+        self._places = asyncio.Semaphore(PLANS_AT_ONCE)
         self._some = asyncio.Event()
         self._affirm_at: dict[str, float] = {}
         self._booking: set[str] = set()  # workflows for which slots are being booked
@@ -132,8 +147,7 @@ class Promises:
     # ----------------------------------------------------------------- before a submission
 
     def why_none(self, workflow: Workflow, owner: str) -> str:
-        """Why no promise is asked for; empty: one is. `NoEstimate` if one is asked for in vain."""
-        asked = workflow.strategy == "deadline"
+        """Why nothing can be promised of a workflow; empty: something can."""
         if workflow.deadline is None:
             return "the document has no deadline"
         if self.planner is None:
@@ -142,34 +156,99 @@ class Promises:
             return f"the strategy {workflow.strategy} makes none"
         if any(task.gang for task in workflow.tasks.values()):
             return "tasks that need several peers at once can't be promised yet"
-        unknown = [
-            name
-            for name, spec in workflow.tasks.items()
-            if self.lengths.of(owner, workflow.name, spec) is None
-        ]
-        if unknown and asked:
-            raise NoEstimate(unknown)
+        if workflow.strict:
+            return "strict levels can't be promised yet"
+        if len(workflow.tasks) > PROMISED_TASKS_MAX:
+            return f"at most {PROMISED_TASKS_MAX:,} tasks can be promised"
+        unknown = self._unknown(workflow, owner)
         if unknown:
             more = f" and {len(unknown) - 1} more tasks have" if len(unknown) > 1 else " has"
             return f"{unknown[0]}{more} no run time"
         return ""
 
+    def _unknown(self, workflow: Workflow, owner: str) -> list[str]:
+        """The tasks whose run time nobody knows."""
+        return [
+            name
+            for name, spec in workflow.tasks.items()
+            if self.lengths.of(owner, workflow.name, spec) is None
+        ]
+
+    def insist(self, workflow: Workflow, owner: str, why: str) -> None:
+        """A document that names this strategy and a deadline wants a promise or nothing."""
+        if workflow.strategy == "deadline" and workflow.deadline is not None:
+            raise Unpromisable(why, self._unknown(workflow, owner))
+
     async def admit(
         self, workflow_id: str, workflow: Workflow, owner: str, document: bytes, accept: str = ""
     ) -> Admitted:
         """A plan with slots for all tasks; else raises `NotPromised`."""
-        now, wall = self._now(), self._clock()
-        deadline = due_at(workflow, wall)
-        if accept:
-            deadline = wall + self._accepted(accept, owner, document)
+        try:
+            async with self._its_turn(owner):
+                return await self._plan(workflow_id, workflow, owner, document, accept)
+        except NotPromised:
+            self._counts["promises_refused"] += 1
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _its_turn(self, owner: str) -> AsyncIterator[None]:
+        """Planning takes a while: each owner has one plan made at a time, and all together few."""
+        lock, users = self._turns.get(owner, (asyncio.Lock(), 0))
+        if users > WAITING_PLANS_MAX:
+            raise NotPromised("you have too many plans made at once; try again in a moment", None)
+        self._turns[owner] = lock, users + 1
+        try:
+            async with lock, self._places:
+                yield
+        finally:
+            lock, users = self._turns.pop(owner)
+            if users > 1:
+                self._turns[owner] = lock, users - 1
+
+    async def trial(self, workflow_id: str, workflow: Workflow, owner: str) -> Trial:
+        """The plan that it would get now. Nothing of it is kept, and no offer changes."""
+        async with self._its_turn(owner):
+            request, deadline = self._request_for(workflow_id, workflow, owner)
+            assert self.planner is not None
+            plan = await self.planner.plan(request)
+            made, why = (plan, "") if isinstance(plan, Plan) else (plan.earliest, plan.why)
+            if made is None:
+                return Trial(None, why)
+            admitted = self._admitted(request, made, deadline)
+            self.release(admitted)
+            return Trial(admitted, why)
+
+    async def _plan(
+        self, workflow_id: str, workflow: Workflow, owner: str, document: bytes, accept: str
+    ) -> Admitted:
+        accepted_s = self._accepted(accept, owner, document) if accept else None
         for name, standing in list(self._offers.items()):
             if standing.owner == owner and standing.document == document:
                 self._withdraw_offer(name)  # its slots would stand in the way of the new plan
-        assert deadline is not None
+        request, deadline = self._request_for(workflow_id, workflow, owner, accepted_s)
         assert self.planner is not None
+        plan = await self.planner.plan(request)
+        if isinstance(plan, Plan):
+            return self._admitted(request, plan, deadline)
+        if plan.earliest is None:
+            raise NotPromised(plan.why, None)
+        ends_at = self._wall(plan.earliest.ends_at) + request.spare_s + OFFER_MARGIN_S
+        earliest = self._admitted(request, plan.earliest, max(deadline, ends_at))
+        if workflow.promise.infeasible == "earliest":
+            return earliest
+        offer = self._offer(owner, document, earliest)
+        raise NotPromised(plan.why, ends_at, offer)
+
+    def _request_for(
+        self, workflow_id: str, workflow: Workflow, owner: str, accepted_s: float | None = None
+    ) -> tuple[PlanRequest, float]:
+        """What to plan, and its deadline on the wall clock. `accepted_s`: from now, whatever the
+        document says."""
+        now, wall = self._now(), self._clock()
+        deadline = due_at(workflow, wall) if accepted_s is None else wall + accepted_s
+        assert deadline is not None
         deadline = min(deadline, wall + DEADLINE_MAX_S)
         graph = self.graph_of(workflow, owner)
-        terms = workflow.promise
         request = PlanRequest(
             workflow_id,
             owner,
@@ -177,20 +256,9 @@ class Promises:
             {name: wire_needs(spec.needs) for name, spec in workflow.tasks.items()},
             {},
             now + deadline - wall,
-            spare_for_one_s(graph) if terms.survive else 0.0,
+            spare_for_one_s(graph) if workflow.promise.survive else 0.0,
         )
-        plan = await self.planner.plan(request)
-        if isinstance(plan, Plan):
-            return self._admitted(request, plan, deadline)
-        self._counts["promises_refused"] += 1
-        if plan.earliest is None:
-            raise NotPromised(plan.why, None)
-        ends_at = self._wall(plan.earliest.ends_at) + request.spare_s + OFFER_MARGIN_S
-        earliest = self._admitted(request, plan.earliest, max(deadline, ends_at))
-        if terms.infeasible == "earliest":
-            return earliest
-        offer = self._offer(owner, document, earliest)
-        raise NotPromised(plan.why, ends_at, offer)
+        return request, deadline
 
     def graph_of(self, workflow: Workflow, owner: str) -> Graph:
         """The whole workflow. Inputs whose size is known count with the time that they travel; the
@@ -208,15 +276,22 @@ class Promises:
         due = self._now() + deadline - self._clock()
         survived = survives(request.graph, slots, self._now(), due, APART_S)
         entry = Promised(
-            deadline_at=deadline, survives=int(survived), booked=self._rows(plan.slots)
+            deadline_at=deadline,
+            survives=int(survived),
+            booked=self._rows(plan.slots, request.graph.lengths),
         )
         return Admitted(request.workflow, plan, deadline, entry)
 
-    def _rows(self, slots: Mapping[str, BookedSlot]) -> tuple[BookedTask, ...]:
+    def _rows(
+        self, slots: Mapping[str, BookedSlot], lengths: Mapping[str, float]
+    ) -> tuple[BookedTask, ...]:
         return tuple(
-            BookedTask(task, s.peer.id, s.lease, self._wall(s.start_at), self._wall(s.end_at))
+            BookedTask(
+                task, s.peer.id, s.lease, self._wall(s.start_at), self._wall(s.end_at),
+                lengths[task],
+            )
             for task, s in slots.items()
-        )
+        )  # fmt: skip
 
     # ----------------------------------------------------------------- offers
 
@@ -231,9 +306,9 @@ class Promises:
         name = self._new_id()
         takes_s = admitted.deadline_at - self._clock()
         until = self._now() + OFFER_S
-        self._offers[name] = _StandingOffer(owner, document, admitted, takes_s, until)
         if self.planner is not None:
             self.planner.renew(admitted.workflow, admitted.plan.slots.values())
+        self._offers[name] = _StandingOffer(owner, document, admitted, takes_s, until)
         loop = asyncio.get_running_loop()
         loop.call_later(OFFER_S + 0.1, self._forget_offers)
         return name
@@ -249,10 +324,6 @@ class Promises:
         if offer.document != document:
             raise NotPromised(f"the offer {name} was made for another document", None)
         return offer.takes_s
-
-    def offered(self, name: str) -> Admitted:
-        """The plan of an offer, which stands no more."""
-        return self._offers.pop(name).admitted
 
     def _forget_offers(self) -> None:
         for name in [n for n, offer in self._offers.items() if offer.until <= self._now()]:
@@ -475,7 +546,7 @@ class Promises:
         self.planner.release(slot for slot in old if slot is not None)
         why = promise.worst().why if missing else "to make up for lost time"
         with self._deciding(run) as decide:
-            decide.book(TasksBooked(booked=self._rows(wanted), why=why))
+            decide.book(TasksBooked(booked=self._rows(wanted, promise.lengths), why=why))
         self._counts["promises_rebooked"] += len(wanted)
         self._affirm_at[run.id] = 0.0
         await self._confirm(run, promise)
@@ -501,10 +572,13 @@ class Promises:
         inside = {task: slot for task, slot in taken.items() if task in graph.lengths}
         due = due_of(graph, inside, promise.deadline_at + offset, APART_S)
         asked = {task: slots[task] for task in due}
-        lost = await self.planner.confirm(run.id, self._epoch(run.id), asked, due)
+        lost, all_told = await self.planner.confirm(run.id, self._epoch(run.id), asked, due)
         if not self._runs.is_active(run):
             return
-        run.note(SlotsConfirmed(not lost))
+        run.note(SlotsConfirmed(all_told and not lost))
+        if not promise.confirmed:
+            soon = self._now() + CONFIRM_S
+            self._affirm_at[run.id] = min(self._affirm_at.get(run.id, soon), soon)
         for task in lost:
             row = promise.slots.get(task)
             mine = row is not None and row.lease == asked[task].lease

@@ -505,7 +505,7 @@ class Run:
         assert promise is not None
         row = promise.slots.pop(task.id, None)
         cost_s = 0.0 if attempt is None else at - attempt.at
-        took_s = ended.ended_at - ended.started_at if ended.started_at else 0.0
+        took_s = (ended.ended_at - ended.started_at) * ended.speed if ended.started_at else 0.0
         said_s = promise.lengths.get(task.id, took_s)
         longer_s = took_s - length_here(said_s, 1.0)
         if verdict == "succeeded" and longer_s > 0:

@@ -57,7 +57,7 @@ class Stragglers:
             attempt = task.attempt(task.number)
             if attempt is None or typical_s is None or run.workflow.tasks[task.id].gang:
                 continue
-            seconds = now - attempt.at
+            seconds = now - _begun_at(run, task.id, attempt.at)
             typical_s /= self._speed_of(attempt.peer)
             doubled = int(math.log2(max(1.0, seconds / max(CHECK_S, typical_s))))
             doublings[key] = max(doubled, before.get(key, 0))
@@ -67,3 +67,9 @@ class Stragglers:
                 why = f"it has run for {seconds:.0f} s, similar tasks took {typical_s:.1f} s"
                 self._beside(key, f"{why}: a policy starts a second attempt")
         return doublings
+
+
+def _begun_at(run: Run, task: str, sent_at: float) -> float:
+    """(A promised task may be sent to its peer long before its slot.)"""
+    slot = run.promise.slots.get(task) if run.promise is not None else None
+    return sent_at if slot is None else max(sent_at, slot.start_at)

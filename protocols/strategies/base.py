@@ -122,8 +122,9 @@ class Planner(Protocol):
 
     async def confirm(
         self, workflow: str, epoch: int, slots: Mapping[str, BookedSlot], due: Mapping[str, float]
-    ) -> list[str]:
-        """Makes promises of them, or affirms them. Returns the tasks that have lost theirs."""
+    ) -> tuple[list[str], bool]:
+        """Makes promises of them, or affirms them. Returns the tasks that have lost theirs, and
+        whether all peers have answered."""
 
     def renew(self, workflow: str, slots: Iterable[BookedSlot]) -> None:
         """Keeps them for a while longer without a promise."""

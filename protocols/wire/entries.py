@@ -116,6 +116,7 @@ class BookedTask(NamedTuple):
     lease: Natural
     start_at: float
     end_at: float
+    length_s: float = 0.0  # as it was said to take on a peer of speed 1
 
 
 # --------------------------------------------------------------------------- the journal's own

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from valence.workflow.sequences import Graph, Slot, Window, stages, windows
+from valence.workflow.sequences import Graph, Slot, Window, decompose, stages, windows
 
 from ...capacity.bookings import length_here
 from ..base import BookedSlot, PlanRequest
@@ -34,12 +34,13 @@ class WantedSequence:
 
 
 class Bargain:
-    def __init__(self, request: PlanRequest, apart_s: float) -> None:
+    def __init__(self, request: PlanRequest, apart_s: float, sequence_max: int = 500) -> None:
         self.request = request
         self.way = BACKWARD if request.deadline_at < math.inf else FORWARD
         self.slots: dict[str, BookedSlot] = {}
         self.stages = 0
         self._apart_s = apart_s
+        self._sequence_max = sequence_max
         graph = request.graph
         # an idle peer of speed 1 would book a task for so long
         lengths = {task: length_here(s, 1.0) for task, s in graph.lengths.items()}
@@ -87,7 +88,8 @@ class Bargain:
 
     def _backward(self, now: float) -> list[WantedSequence]:
         if self._stages is None:
-            self._stages = list(reversed(stages(_among(self._graph, self._left))))
+            among = _among(self._graph, self._left)
+            self._stages = list(reversed(stages(among, self._cut(decompose(among)))))
         if not self._stages:
             return []
         deadline = self.request.deadline_at
@@ -123,9 +125,14 @@ class Bargain:
             children = self._graph.children[chain[-1]]
             if len(children) != 1 or len(self._graph.parents[children[0]]) != 1:
                 return tuple(chain)
-            if children[0] in self.request.slots:
+            if children[0] in self.request.slots or len(chain) == self._sequence_max:
                 return tuple(chain)
             chain.append(children[0])
+
+    def _cut(self, sequences: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Long sequences in parts that a message can carry."""
+        most = self._sequence_max
+        return [s[at : at + most] for s in sequences for at in range(0, len(s), most)]
 
     def _length(self, tasks: Iterable[str]) -> float:
         return sum(self._graph.lengths[task] for task in tasks)

@@ -14,6 +14,9 @@ class DeadlineConfig:
     ask_enough_s: float = 0.15  # no longer, if every sequence has a slot somewhere by then
     asked_first: int = 16  # peers asked for one sequence at once; four times as many in each round
     sequences_max: int = 64  # in one message
+    pause_after_s: float = 0.02  # a peer that plans for others does its own work in between
+    hold_s_max: float = 0.3  # for one message; what is left is refused
+    sequence_max: int = 500  # tasks of one sequence
     plan_s_max: float = 8.0  # well below the time for which a hold is kept
     rounds_max: int = 8  # in which peers are asked for one stage
     affirm_s: float = 30.0  # how often a home affirms its bookings

@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from valence.workflow.quantities import show_seconds
@@ -43,6 +44,9 @@ from .messages import (
     WindowedTask,
 )
 from .tree import Tree
+
+#: the sequences and windows of a larger workflow are computed beside the loop
+IN_LOOP_TASKS_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -84,17 +88,19 @@ class DirectPlanner:
     # ----------------------------------------------------------------- a plan
 
     async def plan(self, request: PlanRequest) -> Plan | NoPlan:
-        before = self.asked
-        bargain = Bargain(request, self._config.apart_s)
+        before, size = self.asked, len(request.graph.lengths)
+        is_large = size > IN_LOOP_TASKS_MAX
+        make = partial(Bargain, request, self._config.apart_s, self._config.sequence_max)
+        bargain = await asyncio.to_thread(make) if is_large else make()
         why = ""
         try:
             async with asyncio.timeout(self._config.plan_s_max):
-                why = await self._try(bargain)
+                why = await self._try(bargain, is_large)
                 if not bargain.is_in_time:
                     self.release(bargain.turn_forward())
-                    why = await self._try(bargain) or why
+                    why = await self._try(bargain, is_large) or why
         except TimeoutError:
-            why = "the peers took too long to answer; try again"
+            why = "the peers took too long to answer; try again, or with fewer tasks"
         except BaseException:
             self.release(bargain.slots.values())
             raise
@@ -106,14 +112,22 @@ class DirectPlanner:
             return plan
         return NoPlan(self._why_late(bargain), plan)
 
-    async def _try(self, bargain: Bargain) -> str:
+    async def _try(self, bargain: Bargain, is_large: bool) -> str:
         """Stage by stage, until the plan is complete; or the reason why it is not."""
         while not bargain.is_complete:
-            wanted = bargain.wanted(self._now())
+            now = self._now()
+            if is_large:  # its windows are computed beside the loop
+                wanted = await asyncio.to_thread(bargain.wanted, now)
+            else:
+                wanted = bargain.wanted(now)
             if not wanted:
                 return ""
             searches = self._searches(bargain.request, wanted)
-            await self._search(bargain.request, searches)
+            try:
+                await self._search(bargain.request, searches)
+            except BaseException:
+                self.release(slot for s in searches if s.best is not None for slot in s.best[1])
+                raise
             for search in searches:
                 if search.best is not None:
                     bargain.took(search.wanted, search.best[1])
@@ -130,7 +144,7 @@ class DirectPlanner:
             why = next(filter(None, reasons), "no peer could run all of it")
             return f"{search.wanted.tasks[0]} {why}"
         most = max(search.whys, key=lambda why: search.whys[why], default="no answer")
-        return f"{search.wanted.tasks[0]}: {_all(len(search.peers))} refused it: {most}"
+        return f"{search.wanted.tasks[0]}: {_all(len(search.peers))} refused it ({most})"
 
     def _why_late(self, bargain: Bargain) -> str:
         here = self._fitting(list(bargain.request.needs.values()))
@@ -141,7 +155,14 @@ class DirectPlanner:
             path = f"its longest chain of tasks takes {show_seconds(shortest_s)}"
             fastest = "" if speed == 1.0 else " on the fastest peer"
             return f"{path}{fastest}, and only {show_seconds(max(0.0, left_s))} are left"
-        return f"{_all(len(here))} are too busy or too slow, or have promised their time"
+        spare_s = bargain.request.spare_s
+        if spare_s and bargain.ends_at <= bargain.request.deadline_at:
+            spare = f"to survive a death it must end {show_seconds(spare_s)} before its deadline"
+            return f"{spare}, and it would end later"
+        several = "is" if len(here) == 1 else "are"
+        have = "has" if len(here) == 1 else "have"
+        busy = f"{several} too busy or too slow, or {have} promised the time"
+        return f"{_all(len(here))} {busy}"
 
     # ----------------------------------------------------------------- a stage
 
@@ -187,15 +208,27 @@ class DirectPlanner:
                     row[1].append(search)
                 search.asked += share
             await self._ask(request, list(by_peer.values()))
+            if any(s.best is None and s.asked >= len(s.peers) for s in searches):
+                return  # the stage has failed: nothing more is held for it
             each *= 4
 
     async def _ask(self, request: PlanRequest, rows: list[tuple[Contact, list[_Placing]]]) -> None:
+        """Asks peers side by side, each for a part of its sequences after the other."""
         most = self._config.sequences_max
-        parts = [
-            (peer, searches[at : at + most])
-            for peer, searches in rows
-            for at in range(0, len(searches), most)
-        ]
+        unused: dict[bytes, tuple[Contact, list[int]]] = {}
+        at = 0
+        while parts := [(peer, s[at : at + most]) for peer, s in rows if s[at : at + most]]:
+            await self._ask_parts(request, parts, unused)
+            at += most
+        for peer, leases in unused.values():
+            self._rpc.tell(peer, ReturnLeases(leases=tuple(leases)))
+
+    async def _ask_parts(
+        self,
+        request: PlanRequest,
+        parts: list[tuple[Contact, list[_Placing]]],
+        unused: dict[bytes, tuple[Contact, list[int]]],
+    ) -> None:
         self.asked += len(parts)
         calls = {
             asyncio.ensure_future(self._hold(request, peer, part)): (peer, part)
@@ -214,13 +247,10 @@ class DirectPlanner:
             raise
         for call in [c for c in calls if c in late]:
             self._return_later(call, calls[call][0])
-        unused: dict[bytes, tuple[Contact, list[int]]] = {}
         for call in [c for c in calls if c in done]:
             peer, part = calls[call]
             with contextlib.suppress(CallFailed):
                 self._take(peer, part, call.result().answers, unused)
-        for peer, leases in unused.values():
-            self._rpc.tell(peer, ReturnLeases(leases=tuple(leases)))
 
     async def _hold(self, request: PlanRequest, peer: Contact, part: list[_Placing]) -> Held:
         message = Hold(
@@ -281,19 +311,20 @@ class DirectPlanner:
 
     async def confirm(
         self, workflow: str, epoch: int, slots: Mapping[str, BookedSlot], due: Mapping[str, float]
-    ) -> list[str]:
+    ) -> tuple[list[str], bool]:
         by_peer: dict[Contact, list[str]] = {}
         for task, slot in slots.items():
             by_peer.setdefault(slot.peer, []).append(task)
         most = self._config.confirm_rows_max
-        lost = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
                 self._confirm(workflow, epoch, peer, tasks[at : at + most], slots, due)
                 for peer, tasks in by_peer.items()
                 for at in range(0, len(tasks), most)
             )
         )
-        return [task for some in lost for task in some]
+        lost = [task for some in answers if some is not None for task in some]
+        return lost, all(some is not None for some in answers)
 
     async def _confirm(
         self,
@@ -303,20 +334,24 @@ class DirectPlanner:
         tasks: list[str],
         slots: Mapping[str, BookedSlot],
         due: Mapping[str, float],
-    ) -> list[str]:
+    ) -> list[str] | None:
+        """The tasks that the peer does not keep; None: it did not answer."""
         now = self._now()
         booked = tuple(BookedLease(slots[t].lease, max(0.0, due[t] - now)) for t in tasks)
         message = Confirm(workflow=workflow, epoch=epoch, booked=booked)
         try:
             answer = await self._rpc.call(peer, message, Confirmed)
         except CallFailed:
-            return []  # it is asked again; if it is dead, the failure detector will say so
+            return None  # it is asked again; if it is dead, the failure detector will say so
         unknown = set(answer.unknown)
         return [task for task in tasks if slots[task].lease in unknown]
 
     def renew(self, workflow: str, slots: Iterable[BookedSlot]) -> None:
+        most = self._config.confirm_rows_max
         for peer, leases in _by_peer(slots):
-            self._rpc.tell(peer, Renew(workflow=workflow, leases=tuple(leases)))
+            for at in range(0, len(leases), most):
+                part = tuple(leases[at : at + most])
+                self._rpc.tell(peer, Renew(workflow=workflow, leases=part))
 
     def release(self, slots: Iterable[BookedSlot]) -> None:
         for peer, leases in _by_peer(slots):

@@ -50,6 +50,7 @@ class Provider:
         self._storage = storage
         self._clock = clock
         self._config = config
+        self._turn = asyncio.Lock()
         rpc.on(Hold, self._hold)
         rpc.on(Confirm, self._confirm)
         rpc.on(Renew, self._renew)
@@ -73,13 +74,33 @@ class Provider:
             except DatabaseError as error:
                 log.warning("%d used bookings stay on the disk: %s", len(gone), error)
 
-    def _hold(self, sender: Contact, message: Hold) -> Held:
-        return Held(
-            answers=tuple(
-                self.answer(sender.id, message.workflow, message.owner, sequence)
-                for sequence in message.sequences
-            )
-        )
+    async def _hold(self, sender: Contact, message: Hold) -> Held:
+        """One message at a time, and other work of this peer in between."""
+        async with self._turn:
+            return await self._answers(sender, message)
+
+    async def _answers(self, sender: Contact, message: Hold) -> Held:
+        answers: list[SequenceAnswer] = []
+        refused: dict[TaskSequence, SequenceAnswer] = {}  # the same again is refused at once
+        begun = paused = self._now()
+        self._bookings.refresh(begun)
+        for sequence in message.sequences:
+            now = self._now()
+            if now - paused > self._config.pause_after_s:
+                await asyncio.sleep(0)
+                paused = self._now()
+            answer = refused.get(sequence)
+            if now - begun > self._config.hold_s_max:
+                answer = SequenceAnswer(why="it has too much to plan just now")
+            if answer is None:
+                answer = self.answer(sender.id, message.workflow, message.owner, sequence)
+            if not answer.held:
+                refused[sequence] = answer
+            answers.append(answer)
+        return Held(answers=tuple(answers))
+
+    def refresh(self) -> None:
+        self._bookings.refresh(self._now())
 
     def answer(
         self, home: bytes, workflow: str, owner: str, sequence: TaskSequence

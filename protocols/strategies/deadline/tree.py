@@ -231,6 +231,7 @@ class Tree:
             self._seek_below(message)
 
     def _seek_here(self, seek: Seek) -> None:
+        self._provider.refresh()
         answer = self._provider.answer(
             seek.home.id, seek.workflow, seek.owner, TaskSequence(seek.tasks)
         )
