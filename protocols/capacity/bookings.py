@@ -115,7 +115,7 @@ class Bookings:
         before, once for many.)"""
         contested = self._contested(owner, now)
         fit = None
-        if self._may_have(owner, len(asks)):
+        if self.may_have(owner, len(asks)):
             fit = self.calendar.fit(asks, owner, now, contested)
         if fit is None:
             self._refused(owner, asks, now)
@@ -139,7 +139,7 @@ class Bookings:
         self.expire(now)
         self.tick(now)
 
-    def _may_have(self, owner: str, count: int) -> bool:
+    def may_have(self, owner: str, count: int) -> bool:
         """One owner has at most half of the places."""
         if self._owned[owner] + count > self._most // 2:
             return False

@@ -124,6 +124,8 @@ class Provider:
                     for p in held
                 )
             )
+        if not self._bookings.may_have(owner, len(asks)):
+            return SequenceAnswer(why="one owner can't have more tasks booked here")
         ends_at = self._bookings.earliest(owner, asks, now)
         if ends_at is None:
             return SequenceAnswer(why="too much is promised here")
