@@ -106,6 +106,7 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class _StandingOffer:
     owner: str
+    name: str  # of the workflow
     document: bytes
     admitted: Admitted
     takes_s: float
@@ -222,11 +223,17 @@ class Promises:
         self, workflow_id: str, workflow: Workflow, owner: str, document: bytes, accept: str
     ) -> Admitted:
         accepted_s = self._accepted(accept, owner, document) if accept else None
-        for name, standing in list(self._offers.items()):
-            if standing.owner == owner and standing.document == document:
-                self._withdraw_offer(name)  # its slots would stand in the way of the new plan
-        request, deadline = self._request_for(workflow_id, workflow, owner, accepted_s)
         assert self.planner is not None
+        earlier = [
+            name
+            for name, standing in self._offers.items()
+            if standing.owner == owner and standing.name == workflow.name
+        ]
+        for name in earlier:  # their slots would stand in the way of the new plan
+            self._withdraw_offer(name)
+        if earlier:
+            await self.planner.settle()
+        request, deadline = self._request_for(workflow_id, workflow, owner, accepted_s)
         plan = await self.planner.plan(request)
         if isinstance(plan, Plan):
             return self._admitted(request, plan, deadline)
@@ -236,7 +243,7 @@ class Promises:
         earliest = self._admitted(request, plan.earliest, max(deadline, ends_at))
         if workflow.promise.infeasible == "earliest":
             return earliest
-        offer = self._offer(owner, document, earliest)
+        offer = self._offer(owner, workflow.name, document, earliest)
         raise NotPromised(plan.why, ends_at, offer)
 
     def _request_for(
@@ -295,7 +302,7 @@ class Promises:
 
     # ----------------------------------------------------------------- offers
 
-    def _offer(self, owner: str, document: bytes, admitted: Admitted) -> str:
+    def _offer(self, owner: str, workflow: str, document: bytes, admitted: Admitted) -> str:
         """Keeps a plan for a while, in case its user accepts it."""
         self._forget_offers()
         own = [name for name, offer in self._offers.items() if offer.owner == owner]
@@ -308,7 +315,7 @@ class Promises:
         until = self._now() + OFFER_S
         if self.planner is not None:
             self.planner.renew(admitted.workflow, admitted.plan.slots.values())
-        self._offers[name] = _StandingOffer(owner, document, admitted, takes_s, until)
+        self._offers[name] = _StandingOffer(owner, workflow, document, admitted, takes_s, until)
         loop = asyncio.get_running_loop()
         loop.call_later(OFFER_S + 0.1, self._forget_offers)
         return name

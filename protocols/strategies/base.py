@@ -126,6 +126,9 @@ class Planner(Protocol):
         """Makes promises of them, or affirms them. Returns the tasks that have lost theirs, and
         whether all peers have answered."""
 
+    async def settle(self) -> None:
+        """Waits until what was just released can be found again."""
+
     def renew(self, workflow: str, slots: Iterable[BookedSlot]) -> None:
         """Keeps them for a while longer without a promise."""
 

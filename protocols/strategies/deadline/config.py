@@ -32,4 +32,5 @@ class DeadlineConfig:
     retell_s: float = 20.0  # how often a summary is told that has not changed
     forget_child_s: float = 65.0  # a child that was silent for so long
     hops_max: int = 24
+    settle_s: float = 0.8  # until the branches above have heard of what was released
     seek_s: float = 0.6  # until a home takes what it sought in the tree for lost

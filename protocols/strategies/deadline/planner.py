@@ -346,6 +346,9 @@ class DirectPlanner:
         unknown = set(answer.unknown)
         return [task for task in tasks if slots[task].lease in unknown]
 
+    async def settle(self) -> None:
+        """(The peers themselves are asked: they know at once.)"""
+
     def renew(self, workflow: str, slots: Iterable[BookedSlot]) -> None:
         most = self._config.confirm_rows_max
         for peer, leases in _by_peer(slots):
@@ -372,6 +375,10 @@ class TreePlanner(DirectPlanner):
         self._next_id = 1
         rpc.on(SlotsFound, self._slots_found)
         rpc.on(NoneFound, self._none_found)
+
+    async def settle(self) -> None:
+        if self._tree.is_used:  # its branches have to hear of it first
+            await asyncio.sleep(self._config.settle_s)
 
     async def _search(self, request: PlanRequest, searches: list[_Placing]) -> None:
         if not self._tree.is_used:
