@@ -39,7 +39,8 @@ from valence.protocols.engine.gangs import Mending
 from valence.protocols.engine.gateway import Gateway
 from valence.protocols.engine.home import Home
 from valence.protocols.engine.journal import Journal
-from valence.protocols.engine.promises import NotPromised, Promises
+from valence.protocols.engine.planning import NotPromised, Planning
+from valence.protocols.engine.promises import Promises
 from valence.protocols.engine.reception import Reception
 from valence.protocols.engine.run import FINAL, Run
 from valence.protocols.membership.members import State
@@ -689,8 +690,8 @@ def promises_before_the_journal() -> list[Patch]:
 @where(strategy="deadline")
 @shows("is promised, and not all of its tasks are booked")
 def a_plan_may_leave_tasks_out() -> list[Patch]:
-    rows = Promises._rows
-    return [(Promises, "_rows", lambda self, slots, lengths: rows(self, slots, lengths)[1:])]
+    rows = Planning.rows
+    return [(Planning, "rows", lambda self, slots, lengths: rows(self, slots, lengths)[1:])]
 
 
 @mutant

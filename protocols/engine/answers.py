@@ -245,7 +245,7 @@ class Answers:
     def _no_promise(self, run: Run) -> views.PromiseView | None:
         if run.workflow.deadline is None:
             return None
-        why = self._home.promises.why_none(run.workflow, run.owner)
+        why = self._home.planning.why_none(run.workflow, run.owner)
         why = why or "when it was submitted, the deadline could not be promised"
         return views.PromiseView(state="none", why=why)
 

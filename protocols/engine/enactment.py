@@ -114,7 +114,7 @@ class Enactment:
         for service in self.services.values():
             self.home.use(service.strategy)
             if service.planner is not None and self.home.targets.may_promise:
-                self.home.promises.planner = service.planner
+                self.home.planning.planner = service.planner
         site = self.service(PilotsService)
         self.relay = Relay(rpc, members, site.site, site.pilots, rng, exchange)
         self.home.reception.relay = self.relay.report

@@ -43,7 +43,7 @@ from .acceptance import AlreadyHere
 from .answers import MOVED, STANDS_STILL, VOID_STATUS, Answers, ApiError, moving
 from .home import Home
 from .locate import SILENT_S, VOID_HOME, Locate
-from .promises import NotPromised, Unpromisable, never_in_time
+from .planning import NotPromised, Unpromisable, never_in_time
 from .work import due_at, is_much, read_document
 
 log = logging.getLogger("valence.gateway")
@@ -229,11 +229,11 @@ class Gateway:
         if workflow.deadline is None:
             workflow = replace(workflow, deadline=str(FAR_S))
         workflow_id = new_id(self._rpc.me.id, self._rng, self.prefix)
-        why = self._home.promises.why_none(workflow, owner)
+        why = self._home.planning.why_none(workflow, owner)
         if why:
             raise ApiError(422, f"nothing can be planned: {why}")
         due = due_at(workflow, self._home.now()) or 0.0
-        trial = await self._home.promises.trial(workflow_id, workflow, owner)
+        trial = await self._home.planning.trial(workflow_id, workflow, owner)
         if trial.admitted is None:
             return views.PlanView(feasible=False, why=trial.why, deadline_at=due)
         rows = trial.admitted.entry.booked

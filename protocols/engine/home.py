@@ -48,7 +48,8 @@ from .losses import Losses
 from .outstanding import Outstanding
 from .performer import Deciding, Performer
 from .placements import Placements
-from .promises import Admitted, NotPromised, Promises
+from .planning import Admitted, NotPromised, Planning
+from .promises import Promises
 from .reception import Reception
 from .replication import Replication
 from .run import NeverWritten, Run, TaskState, WaitAgain
@@ -133,10 +134,10 @@ class Home:
         around = HomeSurroundings(
             rpc.me.id, members, blobs, self.outstanding, self.targets, clock, lambda: self.closed
         )
+        self.planning = Planning(clock, lambda: f"{rng.getrandbits(64):016x}", self.counts)
         self.promises = Promises(
-            runs=self.runs, members=members, deciding=self.deciding, epoch=journal.keeping.epoch,
-            clock=clock, new_id=lambda: f"{rng.getrandbits(64):016x}", spawn=self._spawn,
-            counts=self.counts,
+            planning=self.planning, runs=self.runs, members=members, deciding=self.deciding,
+            epoch=journal.keeping.epoch, clock=clock, spawn=self._spawn, counts=self.counts,
         )  # fmt: skip
         self._performer = Performer(
             runs=self.runs, journal=journal, surroundings=around, targets=self.targets,
@@ -211,7 +212,7 @@ class Home:
             self._acceptance.check(workflow_id, workflow, owner, named)
             return await self._create(run, text, about, patient, named, admitted)
         except BaseException:
-            self.promises.release(admitted)
+            self.planning.release(admitted)
             raise
 
     async def _admit(
@@ -221,14 +222,14 @@ class Home:
         `NotPromised` if it can't be done in time."""
         if workflow.deadline is None:
             return None
-        why = self.promises.why_none(workflow, owner)
+        why = self.planning.why_none(workflow, owner)
         if why and accept:
             raise NotPromised(why, None)
         if why:
-            self.promises.insist(workflow, owner, why)
+            self.planning.insist(workflow, owner, why)
             return None
         try:
-            return await self.promises.admit(workflow_id, workflow, owner, text, accept)
+            return await self.planning.admit(workflow_id, workflow, owner, text, accept)
         except NotPromised:
             if workflow.promise.infeasible == "best-effort" and not accept:
                 return None

@@ -21,6 +21,8 @@ MADE, KEPT, BROKEN = "made", "kept", "broken"
 PEER_LOST, OVERRUN, FAILED, DATA_LATE, CANCELLED = (
     "peer-lost", "overrun", "failed", "data-late", "cancelled",
 )  # fmt: skip
+#: between the end of a task and the start of the next
+APART_S = 0.1
 #: what a lost peer costs beside the work that is lost: until it is noticed, and work goes on
 DETECTION_S = 6.0
 TROUBLES_MAX = 20
