@@ -104,7 +104,7 @@ class Users:
         rng = random.Random(f"deadline {self._world.plan.seed} {number}")
         for task in document["tasks"].values():
             task["runtime"] = float(task["command"][1])
-            cpus, memory = rng.choice((1, 1, 1, 1, 0.5, 2)), rng.choice((0, 0, 100, 400))
+            cpus, memory = rng.choice((1, 1, 0.5)), rng.choice((0, 0, 100, 400))
             task["needs"] = {"cpus": cpus, "memory": f"{memory}MiB"}
         if self._wants_promise(number):
             document["levels"] = None
