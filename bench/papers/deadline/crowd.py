@@ -28,7 +28,7 @@ from valence.protocols.strategies.deadline.bargain import BACKWARD, Bargain, Wan
 from valence.protocols.strategies.deadline.branch import CELL_BYTES, UPDATE_BYTES, Branch, divided
 from valence.protocols.strategies.deadline.config import DeadlineConfig
 from valence.protocols.strategies.deadline.leaf import Leaf
-from valence.protocols.strategies.deadline.points import dyadic
+from valence.protocols.strategies.deadline.points import POINTS
 from valence.protocols.strategies.deadline.summary import HoleCell, Sought, Summary
 from valence.protocols.wire.messages import Capacity, Contact, Needs, Traits
 from valence.workflow.sequences import Graph
@@ -126,6 +126,7 @@ class Crowd:
         seed: int = 1,
         from_s: float = 20.0,
         is_blind: bool = False,
+        points: str = "dyadic",
     ) -> None:
         """`is_blind`: sequences go to peers at random, and nobody hears of a summary."""
         self.rng = random.Random(seed)
@@ -134,6 +135,7 @@ class Crowd:
         self.sent, self.received, self.events = Traffic(peers), Traffic(peers), Traffic(peers)
         self._make, self._length_s, self._ratios = make, length_s, ratios
         self._load, self._is_blind = load, is_blind
+        self._make_points = POINTS[points]
         self._from_s = from_s  # what is submitted earlier warms the crowd up
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
@@ -199,7 +201,7 @@ class Crowd:
 
     def _reference_points(self, now: float) -> Sequence[float]:
         if now - self._points_at > 0.25 or self._points_at < 0:
-            self._points_at, self._points = now, dyadic(now)
+            self._points_at, self._points = now, self._make_points(now)
         return self._points
 
     # ----------------------------------------------------------------- events and the network

@@ -23,7 +23,7 @@ class DeadlineConfig:
     forget_s: float = 5.0  # how often used bookings are deleted from the disk
     confirm_rows_max: int = 2000  # in one message
     # The tree of summaries. Wide, so that there are few levels: a million peers have five.
-    width: int = 16
+    points: str = "dyadic"  # reference points; or paper: those of its Table I
     cells_max: int = 96  # in one summary
     update_gap_s: float = 0.2
     update_bytes_per_s: float = 500.0

@@ -36,6 +36,10 @@ def paper(now: float) -> list[float]:
     return [now, *dict.fromkeys(points)]
 
 
+#: by the name that the configuration gives them
+POINTS = {"dyadic": dyadic, "paper": paper}
+
+
 def around(points: Sequence[float], start: float, end: float) -> tuple[float, float]:
     """The last point before a hole begins, and the first after it has ended (infinite: none)."""
     first = bisect.bisect_right(points, start) - 1

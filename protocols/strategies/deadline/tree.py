@@ -39,7 +39,7 @@ from .messages import (
     TreePlace,
     WindowedTask,
 )
-from .points import dyadic
+from .points import POINTS
 from .provider import Provider
 from .shape import Shape
 from .summary import BEGUN, STEPS_PER_OCTAVE, HoleCell, Sort, Sought, Summary
@@ -69,7 +69,7 @@ class Tree:
         self._config = config
         self._ahead_s = 0.0  # of tree time, compared to this peer's clock
         bookings, traits = door.admission.bookings, members.me.traits
-        self.leaf = Leaf(bookings, traits, config, dyadic, self._behind_s)
+        self.leaf = Leaf(bookings, traits, config, POINTS[config.points], self._behind_s)
         self._me = TreePlace(0, members.me.contact.id)
         self._told_at: dict[TreePlace, float] = {}
         self._told: dict[TreePlace, TreePlace] = {}  # the branch to which each was told last
