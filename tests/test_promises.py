@@ -382,6 +382,13 @@ def test_what_can_not_be_promised_may_run_all_the_same(terms: dict[str, str], st
             "tasks that need several peers at once can't be promised yet",
         ),
         ({"strategy": "auto", "levels": "strict"}, "strict levels can't be promised yet"),
+        (
+            {
+                "strategy": "auto",
+                "tasks": {"t": {"command": ["work", "0"], "foreach": 20_001, "runtime": 0.001}},
+            },
+            "at most 20,000 tasks can be promised",
+        ),
     ],
 )
 def test_where_nothing_is_promised_it_is_said_why(change: dict[str, Any], why: str | None) -> None:

@@ -27,7 +27,8 @@ from .lengths import Lengths
 from .promise import APART_S, spare_for_one_s, survives
 from .work import due_at, wire_needs
 
-PROMISED_TASKS_MAX = 20_000  # a plan is one journal entry, which a message must carry
+#: a plan is one journal entry, which a message must carry
+PROMISED_TASKS_MAX, PLAN_BYTES_MAX, SLOT_BYTES = 20_000, 3 * 2**20, 80
 PLANS_AT_ONCE = 4
 WAITING_PLANS_MAX = 8  # of one owner
 OFFER_S = 10.0
@@ -116,6 +117,8 @@ class Planning:
             return "strict levels can't be promised yet"
         if len(workflow.tasks) > PROMISED_TASKS_MAX:
             return f"at most {PROMISED_TASKS_MAX:,} tasks can be promised"
+        if sum(len(name.encode()) + SLOT_BYTES for name in workflow.tasks) > PLAN_BYTES_MAX:
+            return "the names of its tasks are too long for a plan"
         unknown = self._unknown(workflow, owner)
         if unknown:
             more = f" and {len(unknown) - 1} more tasks have" if len(unknown) > 1 else " has"
