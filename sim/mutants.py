@@ -238,7 +238,7 @@ def a_home_begins_before_its_keepers_know() -> list[Patch]:
 
 @mutant
 def submissions_are_acknowledged_early() -> list[Patch]:
-    return [(Journal, "kept", _unless("submit"))]
+    return [(Journal, "kept", _unless("_create"))]
 
 
 @mutant
