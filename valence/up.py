@@ -38,6 +38,7 @@ PASSED_ON = (
 )
 START_S_MAX = 60.0
 STOP_S_MAX = 15.0
+PORTS, PORT_TRIES = (20_000, 32_000), 20
 HTTP_PORT = 8470
 PEERS_MAX = 1000
 SEEDS = 3
@@ -414,8 +415,10 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _free_port(wanted: int = 0) -> int:
-    """A port that is free for both UDP and TCP: the wanted one if it is."""
-    for candidate in (wanted, 0, 0, 0, 0) if wanted else (0,) * 5:
+    """A port that is free for both UDP and TCP: the wanted one if it is. Others are drawn from below
+    those that systems give to outgoing connections, which could take one before its peer does."""
+    drawn = [PORTS[0] + secrets.randbelow(PORTS[1] - PORTS[0]) for _ in range(PORT_TRIES)]
+    for candidate in (*([wanted] if wanted else []), *drawn, 0):
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
             socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tcp,
