@@ -415,8 +415,8 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _free_port(wanted: int = 0) -> int:
-    """A port that is free for both UDP and TCP: the wanted one if it is. Others are drawn from below
-    those that systems give to outgoing connections, which could take one before its peer does."""
+    """A port that is free for both UDP and TCP: the wanted one if it is. Others are drawn from
+    below those that systems give to outgoing connections, which could take one before its peer."""
     drawn = [PORTS[0] + secrets.randbelow(PORTS[1] - PORTS[0]) for _ in range(PORT_TRIES)]
     for candidate in (*([wanted] if wanted else []), *drawn, 0):
         with (
