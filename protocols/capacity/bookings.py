@@ -162,13 +162,7 @@ class Bookings:
             del self._wanting[other]
         if any(other != owner for other in self._wanting):
             return True
-        return any(p.booking.owner != owner for p in self.promises.values())
-
-    def earliest(self, owner: str, asks: list[BookingAsk], now: float) -> float | None:
-        """When such a sequence could end here at the earliest, as all bookings stand."""
-        late = [ask._replace(due_at=math.inf) for ask in asks]
-        fit = self.calendar.fit(late, owner, now, self._contested(owner, now))
-        return None if fit is None else fit[0][-1] + asks[-1].length_s
+        return any(other != owner for other in self._owned)
 
     # ----------------------------------------------------------------- confirm, affirm, let go
 

@@ -32,5 +32,6 @@ class DeadlineConfig:
     retell_s: float = 20.0  # how often a summary is told that has not changed
     forget_child_s: float = 65.0  # a child that was silent for so long
     hops_max: int = 24
+    seeks_at_once: int = 256  # sequences that a home seeks side by side
     settle_s: float = 0.8  # until the branches above have heard of what was released
     seek_s: float = 0.6  # until a home takes what it sought in the tree for lost

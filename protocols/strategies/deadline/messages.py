@@ -43,11 +43,10 @@ class HeldTask(NamedTuple):
 
 
 class SequenceAnswer(NamedTuple):
-    """Slots for all tasks of a sequence; or none, and when it could end here at the earliest."""
+    """Slots for all tasks of a sequence; or none, and why not."""
 
     held: Annotated[tuple[HeldTask, ...], Field(max_length=1000)] = ()
     why: Text = ""
-    earliest_in_s: Seconds | None = None  # None: never
 
 
 class BookedLease(NamedTuple):

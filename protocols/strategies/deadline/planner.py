@@ -68,7 +68,6 @@ class _Placing:
     asked: int = 0
     best: tuple[Contact, list[BookedSlot]] | None = None
     whys: dict[str, int] = field(default_factory=dict)
-    earliest_at: float = math.inf
 
     @property
     def is_open(self) -> bool:
@@ -384,7 +383,9 @@ class TreePlanner(DirectPlanner):
         if not self._tree.is_used:
             await super()._search(request, searches)
             return
-        await asyncio.gather(*(self._seek(request, search) for search in searches if search.peers))
+        sought, most = [s for s in searches if s.peers], self._config.seeks_at_once
+        for at in range(0, len(sought), most):
+            await asyncio.gather(*(self._seek(request, s) for s in sought[at : at + most]))
         left = [search for search in searches if search.best is None]
         if left:
             await super()._search(request, left)

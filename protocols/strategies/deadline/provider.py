@@ -126,10 +126,7 @@ class Provider:
             )
         if not self._bookings.may_have(owner, len(asks)):
             return SequenceAnswer(why="one owner can't have more tasks booked here")
-        ends_at = self._bookings.earliest(owner, asks, now)
-        if ends_at is None:
-            return SequenceAnswer(why="too much is promised here")
-        return SequenceAnswer(why="its time is promised to others", earliest_in_s=ends_at - now)
+        return SequenceAnswer(why="its time is promised to others")
 
     def _ask(self, task: WindowedTask, now: float) -> BookingAsk:
         speed = self._door.admission.traits.speed or 1.0
